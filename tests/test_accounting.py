@@ -155,7 +155,7 @@ def test_a_late_commit_of_an_aborted_looking_round_subtracts_what_was_sent_then(
     assert np.abs(account.pending()).max() > 1e-4
 
 
-@pytest.mark.parametrize(("codec", "largest"), [("fp16", 5e-6), ("int8", 1e-4), ("int4", 2e-3)])
+@pytest.mark.parametrize(("codec", "largest"), [("fp16", 5e-6), ("int8", 1e-4), ("int4", 2e-3), ("ternary", 5e-2)])
 def test_what_the_codec_drops_stays_pending(codec: str, largest: float) -> None:
     account = Account(3, (0,), codec)
     account.train(1)

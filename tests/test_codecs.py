@@ -12,10 +12,15 @@ from spes_p2p.config.campaign import CodecConfig
 from spes_p2p.model.layout import Layout, TensorSpec
 from spes_p2p.rounds.blockwise import BLOCK
 from spes_p2p.rounds.codecs import CODECS, group_codecs
+from spes_p2p.rounds.parts import Part
 from spes_p2p.rounds.sparse import CHUNK
+from spes_p2p.rounds.sums import encode_mean, is_far, to_residual
 
 SPARSE = {"sparse16": 16, "sparse": 32, "sparse64": 64}
 """By codec: values of which one is sent."""
+LAYOUT = Layout([
+    TensorSpec("embed", (1280,), "shared"), TensorSpec("gate", (1280,), "router"), TensorSpec("e", (1280,), "expert", 0, 0),
+])
 VECTORS = hnp.arrays(np.float32, st.integers(0, 300), elements=st.floats(-(2.0**17), 2.0**17, width=32))
 
 
@@ -77,6 +82,42 @@ def test_a_block_is_rounded_to_multiples_of_its_largest_value(name: str, levels:
         assert np.abs(decoded[start : start + BLOCK] - block).max() <= step * 0.5001 + 2e-36
 
 
+@given(seed=st.integers(0, 2**32), size=st.integers(0, 2000), untouched=st.floats(0, 1), tail=st.integers(1, 3))
+def test_ternary_sends_the_values_above_the_cut_as_their_mean(seed: int, size: int, untouched: float, tail: int) -> None:
+    rng, codec = np.random.default_rng(seed), CODECS["ternary"]
+    values = (rng.standard_normal(size) ** (2 * tail - 1) * 10.0 ** rng.integers(-12, 8)).astype(np.float32)
+    values[rng.random(size) < untouched] = 0
+    decoded = codec.decode(codec.encode(values), values.size)
+    for start in range(0, values.size, BLOCK):
+        sizes = np.zeros(BLOCK)
+        sizes[: min(BLOCK, values.size - start)] = np.abs(values[start : start + BLOCK].astype(np.float64))
+        sent = np.abs(decoded[start : start + BLOCK])
+        cut = 0.75 * sizes.mean()
+        clear = np.abs(sizes - cut)[: sent.size] > 1e-5 * sizes.max()  # not so near the cut that float32 decides
+        np.testing.assert_array_equal((sent > 0)[clear], (sizes[: sent.size] > cut)[clear])
+        assert np.allclose(sent[sent > 0], sizes[: sent.size][sent > 0].sum() / max(1, (sent > 0).sum()), rtol=1e-5)
+    assert ((decoded == 0) | (np.sign(decoded) == np.sign(values))).all()
+    assert (np.abs(decoded - values) <= 0.5001 * codec.rounding(values)).all()
+
+
+@pytest.mark.parametrize("name", CODECS)
+@given(seed=st.integers(0, 2**32), tail=st.integers(1, 3), shrink=st.floats(0.1, 1.0))
+def test_a_reducer_loses_nothing_and_is_never_proven_wrong(name: str, seed: int, tail: int, shrink: float) -> None:
+    part = Part(0, LAYOUT.group("shared"), 0, 1280, (0,), 0, CODECS[name])
+    rng, residual = np.random.default_rng(seed), np.zeros(part.size, np.float32)
+    means, sent = np.zeros(part.size), np.zeros(part.size)
+    for number in range(6):
+        mean = (rng.standard_normal(part.size) ** (2 * tail - 1) * shrink**number).astype(np.float32)
+        encoded, decoded = encode_mean(part, mean, residual)
+        assert decoded.tobytes() == part.codec.decode(encoded, part.size).tobytes()
+        assert not is_far(part, mean, decoded)
+        included = mean * (decoded != 0) if part.codec.leaves_out else mean
+        means, sent = means + included, sent + decoded
+        to_residual(part, mean, residual, decoded)
+        residual = mean
+    np.testing.assert_allclose(sent + residual, means, atol=1e-5 * np.abs(means).max())
+
+
 @pytest.mark.parametrize("name", SPARSE)
 @given(seed=st.integers(0, 2**32), size=st.integers(1, 3 * CHUNK), untouched=st.floats(0, 1), tail=st.integers(1, 4))
 def test_sparse_sends_the_largest_value_of_each_group_to_a_quarter_octave(
@@ -111,18 +152,17 @@ def test_any_bytes_in_sparse_decode_or_are_not_valid(name: str, data: st.DataObj
     assert np.count_nonzero(decoded) <= CHUNK // SPARSE[name]
 
 
-@pytest.mark.parametrize(("name", "share"), [("sparse16", 0.0159), ("sparse", 0.0090), ("sparse64", 0.0051)])
-def test_sparse_takes_the_documented_share_of_float32(name: str, share: float) -> None:
+@pytest.mark.parametrize(
+    ("name", "share"), [("ternary", 0.0578), ("sparse16", 0.0159), ("sparse", 0.0090), ("sparse64", 0.0051)]
+)
+def test_a_codec_takes_the_documented_share_of_float32(name: str, share: float) -> None:
     assert CODECS[name].encoded_bytes(2**20) / 2**22 == pytest.approx(share, abs=5e-5)
 
 
 def test_each_kind_of_group_has_its_codec() -> None:
     codecs = group_codecs(CodecConfig(router="none", shared="int4", experts="int8"))
-    layout = Layout([
-        TensorSpec("embed", (1280,), "shared"), TensorSpec("gate", (1280,), "router"), TensorSpec("e", (1280,), "expert", 0, 0),
-    ])
-    assert [codecs.of(group).name for group in layout.groups] == ["int4", "none", "int8"]
-    assert codecs.encoded_bytes(layout) == 10 * (64 + 4) + 4 * 1280 + 10 * (128 + 4)
+    assert [codecs.of(group).name for group in LAYOUT.groups] == ["int4", "none", "int8"]
+    assert codecs.encoded_bytes(LAYOUT) == 10 * (64 + 4) + 4 * 1280 + 10 * (128 + 4)
 
 
 @pytest.mark.parametrize("name", CODECS)

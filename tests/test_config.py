@@ -123,10 +123,11 @@ BAD_FILES = [
     ("moe_top_k: 2", "moe_top_k: 2\n  architecture: olmo",
      "FILE, line 12: model.architecture = 'olmo': must be 'olmoe' or 'qwen3_moe'"),
     ("merge_interval: 10", "merge_interval: 10\nsync:\n  codec: gzip",
-     "FILE, line 23: sync.codec = 'gzip': must be one of none, fp16, int8, int4, sparse16, sparse, sparse64, or a section with "
-     "router, shared and experts"),
+     "FILE, line 23: sync.codec = 'gzip': must be one of none, fp16, int8, int4, ternary, sparse16, sparse, sparse64, or a "
+     "section with router, shared and experts"),
     ("merge_interval: 10", "merge_interval: 10\nsync:\n  codec:\n    router: fp32",
-     "FILE, line 24: sync.codec.router = 'fp32': must be 'none', 'fp16', 'int8', 'int4', 'sparse16', 'sparse' or 'sparse64'"),
+     "FILE, line 24: sync.codec.router = 'fp32': must be 'none', 'fp16', 'int8', 'int4', 'ternary', "
+     "'sparse16', 'sparse' or 'sparse64'"),
     ("merge_interval: 10", "merge_interval: 10\nsync:\n  codec:\n    expert: int8",
      "FILE, line 24: unknown field 'sync.codec.expert'; did you mean 'experts'?"),
     ("merge_interval: 10", "merge_interval: 10\nsync:\n  codec: 8",

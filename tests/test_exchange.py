@@ -56,7 +56,10 @@ MEMBERS = {
 }
 
 
-ROUNDING = {"none": 0.0, "fp16": 2**-11, "int8": 1 / 127, "int4": 1 / 7, "sparse16": 1.0, "sparse": 1.0, "sparse64": 1.0}
+ROUNDING = {
+    "none": 0.0, "fp16": 2**-11, "int8": 1 / 127, "int4": 1 / 7, "ternary": 1.0, "sparse16": 1.0, "sparse": 1.0,
+    "sparse64": 1.0,
+}
 """Of a sum of two encodings, the sender's and the reducer's, as a share of the largest value."""
 
 

@@ -1,53 +1,72 @@
-"""Which trainers the others wait for, and whose lines are thin."""
+"""The choice of phase length and codecs for a line: what the rule says, from the bytes that the planner says."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+import json
+import runpy
+import sys
+from pathlib import Path
 
 import pytest
-from synthetic_swarm import Synthetic, synthetic_swarm
+from hypothesis import given
+from hypothesis import strategies as st
+from model_shapes import tiny_campaign
 
-from spes_p2p.client.dashboard.lines import lines
-from spes_p2p.messages.presence import RoundRecord
+from spes_p2p.campaign.lines import CODECS_BY_LOSS, EXCHANGE_SHARE, SHORTEST_PHASE, paces, with_codec
+from spes_p2p.campaign.planner import round_traffic
+from spes_p2p.config.campaign import load_campaign_config
 
-
-def waiting(swarm: Synthetic, waits: dict[int, tuple[float, ...]]) -> dict[str, tuple[RoundRecord, ...]]:
-    """Records of rounds in which each trainer waited these seconds for the others."""
-    record = swarm.records[1]
-    return {
-        peer.peer_id: tuple(replace(record, round=number, seconds=(("train", 10.0), ("announce", waited[place])))
-                            for number, waited in waits.items() if place < len(waited))
-        for place, peer in enumerate(swarm.statuses[:-1])
-    }
+ROOT = Path(__file__).parents[1]
+STEP_S = st.floats(1e-4, 1e4)
+LINE_BITS = st.floats(1e6, 1e10)
 
 
-def test_who_announces_last_delays_the_round_until_the_others_were_ready() -> None:
-    swarm = synthetic_swarm(3, 6, 5)
-    found = lines(swarm.statuses, waiting(swarm, {1: (0.5, 2.5, 9.0), 2: (1.0, 0.0, 3.0)}))
-    a, b, c = (found[peer.peer_id] for peer in swarm.statuses[:3])
-    assert [each["waits_s"] for each in (a, b, c)] == [0.75, 1.25, 6.0]
-    assert [each["delays_s"] for each in (a, b, c)] == [1.0, 0.5, 0.0]
+@given(step_s=STEP_S, line=LINE_BITS, peers=st.sampled_from([2, 4]))
+def test_the_phase_is_the_shortest_whose_exchange_takes_its_share_of_the_time(step_s: float, line: float, peers: int) -> None:
+    (pace,) = paces(tiny_campaign(), 2, peers, step_s, [line])
+    traffic = round_traffic(with_codec(tiny_campaign(), pace.codec), 2, peers, line)
+    assert (pace.up_bytes, pace.down_bytes) == (traffic.up_bytes, traffic.down_bytes)
+    assert pace.exchange_seconds == pytest.approx(traffic.seconds)
+    assert pace.exchange_share <= EXCHANGE_SHARE * (1 + 1e-9)
+    if pace.sync_steps > SHORTEST_PHASE:
+        assert pace.exchange_seconds > EXCHANGE_SHARE * (pace.exchange_seconds + (pace.sync_steps - 1) * step_s) * (1 - 1e-9)
 
 
-def test_a_round_that_one_trainer_recorded_and_the_first_say_nothing() -> None:
-    swarm = synthetic_swarm(2, 4, 5)
-    found = lines(swarm.statuses, waiting(swarm, {0: (5.0, 0.0), 1: (5.0,)}))
-    assert [each["delays_s"] for each in found.values()] == [None, None]
+@given(step_s=STEP_S, line=LINE_BITS)
+def test_codecs_of_fewer_bytes_are_for_lines_on_which_they_halve_the_phase(step_s: float, line: float) -> None:
+    def steps(index: int) -> int:
+        traffic = round_traffic(with_codec(tiny_campaign(), CODECS_BY_LOSS[index]), 2, 4, line)
+        return max(SHORTEST_PHASE, -int(-traffic.seconds * (1 / EXCHANGE_SHARE - 1) / step_s // 1))
+
+    (pace,) = paces(tiny_campaign(), 2, 4, step_s, [line])
+    chosen = CODECS_BY_LOSS.index(pace.codec)
+    assert chosen == 0 or steps(chosen) <= steps(0) / 2
+    assert all(steps(index) > pace.sync_steps / 2 for index in range(chosen + 1, len(CODECS_BY_LOSS)))
 
 
-@pytest.mark.parametrize(("upload", "thin"), [(4.9e6, True), (5.1e6, False), (0.0, False)])
-def test_a_line_is_thin_by_the_rule_of_the_alert(upload: float, thin: bool) -> None:
-    swarm = synthetic_swarm(3, 6, 5)
-    seconds = {"train": 10.0, "exchange": 3.0}
-    peers = [replace(each, upload=up, round_seconds=seconds)
-             for each, up in zip(swarm.statuses, (upload, 20e6, 20e6, 0.0), strict=True)]
-    found = lines(peers, {})
-    assert [found[each.peer_id]["thin"] for each in peers[:3]] == [thin, False, False]
-    assert swarm.statuses[-1].peer_id not in found, "a helper trains nothing and delays nobody"
+def test_no_phase_is_longer_than_asked() -> None:
+    (pace,) = paces(tiny_campaign(), 2, 4, 1e-4, [1e6], longest=40)
+    assert pace.sync_steps == 40
+    assert pace.exchange_share > EXCHANGE_SHARE
 
 
-def test_the_rate_of_the_last_exchange_is_unknown_without_one() -> None:
-    swarm = synthetic_swarm(2, 4, 5)
-    peers = [replace(swarm.statuses[0], round_received_bytes=600, round_seconds={"exchange": 2.0}),
-             replace(swarm.statuses[1], round_seconds={})]
-    assert [each["download"] for each in lines(peers, {}).values()] == [300, None]
+def test_with_the_batch_of_spes_a_round_takes_a_small_share_of_an_hour() -> None:
+    config = load_campaign_config(ROOT / "configs/9b.yaml")
+    home, fast = paces(config, 3, 4, 709.0, [20e6, 1e9])
+    assert (home.codec.experts, fast.codec.experts) == ("sparse", "int4")
+    assert (home.sync_steps, fast.sync_steps) == (5, 5)
+    assert home.tokens_per_day == pytest.approx(4.6e8, rel=0.01)
+
+
+def test_plan_lists_the_lines(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = ["plan", "--config", "configs/1b.yaml", "--memory", "24GiB", "--bandwidth", "50mbit"]
+    arguments += ["--tokens-per-second", "5000"]
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(sys, "argv", ["spes-p2p", *arguments, "--json"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module("spes_p2p", run_name="__main__")
+    assert not ended.value.code
+    lines = json.loads(capsys.readouterr().out)["lines"]
+    assert [each["bits_per_second"] for each in lines] == [20e6, 50e6, 100e6, 1e9]
+    assert all(each["phase_seconds"] == pytest.approx(each["tokens"] / 5000) for each in lines)
+    assert all(each["codec"]["router"] == "none" for each in lines)

@@ -11,9 +11,10 @@ from sample_text import CONFIGS, TEXT
 
 from spes_p2p.campaign.answers import SIZES, Answers, make_schedule
 from spes_p2p.campaign.campaign_yaml import campaign_yaml
-from spes_p2p.campaign.init import ask
+from spes_p2p.campaign.init import ask, make_campaign
 from spes_p2p.campaign.plan_table import describe_size
 from spes_p2p.config.campaign import parse_campaign_config
+from spes_p2p.config.quantities import parse_bits_per_second
 from spes_p2p.data.manifest import read_manifest
 
 WORDNET = str(TEXT / "train/wordnet.jsonl")
@@ -107,3 +108,13 @@ def test_the_manifests_say_where_the_token_files_will_be_published(tmp_path: Pat
     assert [file.url for file in files] == [f"{there}/train_000_000000.npy", f"{there}/held_out_000_000000.npy"]
     assert f"publish this folder at {there}" in (folder / "campaign.yaml").read_text()
     assert all((folder / "tokens" / f"{file.path}.hashes").is_file() for file in files)
+
+
+@pytest.mark.parametrize(("line", "steps", "experts"), [("1gbit", 5, "int4"), ("1mbit", 20, "sparse")])
+def test_a_line_decides_phase_and_codecs(tmp_path: Path, line: str, steps: int, experts: str) -> None:
+    bits = parse_bits_per_second(line, "")
+    answers = Answers(tmp_path / "c", "c", "small", (Path(WORDNET),), (), Path(TOKENIZER), 2, epochs=2000.0, line=bits)
+    config = make_campaign(answers).campaign.config
+    assert config.training.sync_steps >= steps
+    assert config.sync.codec.experts == experts
+    assert config.total_rounds >= 10

@@ -6,7 +6,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from spes_p2p.config.campaign import CodecConfig
+
 if TYPE_CHECKING:
+    from spes_p2p.campaign.lines import Pace
     from spes_p2p.campaign.start import Start
 
 ROUNDS_AT_LEAST = 10
@@ -90,13 +93,23 @@ class Answers:
     """The same texts, if they have names and weights."""
     start: Start | None = None
     """Existing weights to begin with; the model's size and tokenizer are then the checkpoint's."""
+    line: float | None = None
+    """Bits per second of the trainers' internet lines, which decide phase length and codecs; None: those of the size."""
+    pace: Pace | None = None
+    """That decision."""
 
     @property
     def recipe(self) -> Recipe:
-        """Training settings for the model."""
-        if self.start is None:
-            return SIZES[self.size]
-        return replace(CONTINUED, sequence_length=min(CONTINUED.sequence_length, self.start.model.max_position_embeddings))
+        """Training settings for the model and the lines."""
+        recipe: Recipe = CONTINUED if self.start is not None else SIZES[self.size]
+        if self.start is not None:
+            recipe = replace(recipe, sequence_length=min(recipe.sequence_length, self.start.model.max_position_embeddings))
+        return recipe if self.pace is None else replace(recipe, sync_steps=self.pace.sync_steps)
+
+    @property
+    def codec(self) -> CodecConfig:
+        """Codecs of the updates."""
+        return CodecConfig() if self.pace is None else self.pace.codec
 
 
 @dataclass(frozen=True)

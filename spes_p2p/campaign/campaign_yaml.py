@@ -33,6 +33,7 @@ def campaign_yaml(answers: Answers, vocab_size: int, tokens: int) -> str:
         passes=schedule.total_steps * answers.peers * recipe.batch_size * recipe.sequence_length / tokens,
         rounds=ROUNDS_AT_LEAST,
         eos_token="" if answers.start is None else f"\n  eos_token: {json.dumps(answers.start.eos_token)}",
+        codec=answers.codec,
         sync_tokens=recipe.sync_steps * recipe.batch_size * recipe.sequence_length,
     )
 
@@ -93,7 +94,7 @@ training:
 
 {merge}sync:
   min_peers: {peers}  # trainers that the first round waits for; later rounds take the trainers that are present
-  codec: {{router: none, shared: int4, experts: int4}}  # rounding errors are added to the next round's update
+  codec: {{router: {codec.router}, shared: {codec.shared}, experts: {codec.experts}}}  # what they drop is sent later
 
 evaluation:
   every_rounds: 10  # evaluate on the held-out text every 10 rounds

@@ -12,10 +12,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from spes_p2p.campaign.answers import SIZES, Answers, TextSource
+from spes_p2p.campaign.answers import ROUNDS_AT_LEAST, SIZES, Answers, TextSource
 from spes_p2p.campaign.campaign_yaml import HELD_OUT, TOKENIZER_JSON, TOKENS_FOLDER, TRAIN, campaign_yaml, source_prefix
 from spes_p2p.campaign.files import CampaignFiles, read_campaign
-from spes_p2p.config.campaign import parse_campaign_config
+from spes_p2p.campaign.lines import Pace, paces, seconds_of_a_step
+from spes_p2p.campaign.room import Device, find_room
+from spes_p2p.config.campaign import CampaignConfig, parse_campaign_config
 from spes_p2p.config.model import CONFIG_JSON
 from spes_p2p.data.documents import read_documents, reader_of
 from spes_p2p.data.manifest import check_url
@@ -30,6 +32,8 @@ if TYPE_CHECKING:
     from spes_p2p.campaign.start import Start
 
 CAMPAIGN_YAML = "campaign.yaml"
+CARD_BYTES = 24 * 2**30
+"""Memory of the trainers' cards that is assumed for `--line`."""
 TOKENIZER_TEXT_CHARACTERS = 20_000_000
 """Maximum amount of text that a tokenizer is trained on."""
 
@@ -66,12 +70,27 @@ def make_campaign(answers: Answers, on_progress: Callable[[Progress], None] = la
         if answers.held_out:
             to_tokens(answers.held_out, tokenizer, folder / TOKENS_FOLDER, prefix=HELD_OUT)
         write_whole(folder / CAMPAIGN_YAML, campaign_yaml(answers, vocab_size, tokens).encode())
+        made = read_campaign(folder / CAMPAIGN_YAML)
+        if answers.line is None:
+            return made
+        paced = replace(answers, pace=_pace(answers, made.campaign.config, tokens))
+        write_whole(folder / CAMPAIGN_YAML, campaign_yaml(paced, vocab_size, tokens).encode())
         return read_campaign(folder / CAMPAIGN_YAML)
     except (UserError, OSError) as error:
         _remove(folder, new)
         if isinstance(error, UserError):
             raise
         raise UserError(f"{folder}: cannot be written ({error.strerror}); choose another folder") from None
+
+
+def _pace(answers: Answers, config: CampaignConfig, tokens: int) -> Pace:
+    """Return the phase length and codecs for the trainers' lines, on cards of CARD_BYTES, with ROUNDS_AT_LEAST rounds."""
+    room = find_room(config, Device("cuda", CARD_BYTES), "a trainer's card")
+    step_tokens = answers.peers * config.training.batch_size * config.training.sequence_length
+    longest = max(1, int(answers.epochs * tokens / step_tokens / ROUNDS_AT_LEAST))
+    step_s = seconds_of_a_step(config, room, None)
+    assert answers.line is not None
+    return paces(config, room.setup.owned, answers.peers, step_s, [answers.line], longest)[0]
 
 
 def parse_texts(texts: Sequence[str]) -> tuple[tuple[Path, ...], tuple[TextSource, ...]]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from rich.table import Table
 
+from spes_p2p.campaign.lines import Pace
 from spes_p2p.campaign.planner import PeerPlan, WrittenBytes
 from spes_p2p.campaign.room import Choice, Device
 from spes_p2p.config.campaign import CampaignConfig
@@ -65,6 +67,29 @@ def render_plan(plan: PeerPlan) -> Table:
     table.add_section()
     for alternative in plan.alternatives:
         table.add_row(alternative.means, describe_setup(alternative.choice.setup, plan.num_experts))
+    return table
+
+
+def pace_json(pace: Pace) -> dict[str, Any]:
+    """Return all numbers of a choice for a line."""
+    values: dict[str, Any] = to_json(pace)
+    codec = pace.codec.model_dump()
+    return {**values, "codec": codec, "exchange_share": pace.exchange_share, "tokens_per_day": pace.tokens_per_day}
+
+
+def render_lines(campaign: str, chosen: Sequence[Pace], assumes: str) -> Table:
+    """Render the phase length and codecs for several lines. `assumes`: where the seconds of a step come from."""
+    title = f"{campaign}: {chosen[0].peers} such peers, by line ({assumes})"
+    table = Table("line", "shared, experts", "sync_steps", "sent a round", "of the time", "tokens/day", title=title)
+    for pace in chosen:
+        table.add_row(
+            f"{human_count(pace.bits_per_second)}bit/s",
+            f"{pace.codec.shared}, {pace.codec.experts}",
+            f"{pace.sync_steps}, {human_seconds(pace.phase_seconds)}",
+            human_bytes(pace.up_bytes),
+            f"{100 * pace.exchange_share:.0f} %",
+            human_count(pace.tokens_per_day),
+        )
     return table
 
 

@@ -27,6 +27,9 @@ def init(
     size: Annotated[str | None, typer.Option(help="Model size: tiny, small, medium, 1b or 7b.")] = None,
     peers: Annotated[int | None, typer.Option(help="Expected number of trainers.")] = None,
     epochs: Annotated[float | None, typer.Option(help="Passes over the training text.")] = None,
+    line: Annotated[str | None, typer.Option(
+        help="Internet lines of the trainers, each way: 20mbit, 100mbit. Chooses phase length and codecs for GPUs of 24 GB, as "
+             "`plan` does (docs/campaign.md). Default: those of the size.")] = None,
     name: Annotated[str | None, typer.Option(help="Name of the campaign. Default: name of the folder.")] = None,
     admission: Annotated[str, typer.Option(help="Who may take part: friends, invite or open.")] = "friends",
     url: options.Url = None,
@@ -60,6 +63,7 @@ def init(
         epochs=epochs if epochs is not None else ask("epochs", asks),
         admission=admission,
         url=url,
+        line=options.rate(line, "--line"),
     )
     with ProgressBar("tokenizing") as update:
         made = make_campaign(answers, lambda p: update(p.bytes_done, p.bytes_total))
@@ -208,24 +212,33 @@ def plan(
     gpus: Annotated[int, typer.Option(min=1, help="GPUs of the peer, each with this memory.")] = 1,
     peers: Annotated[int | None, typer.Option(
         help="Identical peers in the swarm. Default: enough to train all experts.")] = None,
+    tokens_per_second: Annotated[float | None, typer.Option(
+        min=1, help="Measured speed of one peer, as its log says. Default: an estimate for a consumer card.")] = None,
     as_json: options.AsJson = False,
 ) -> None:
-    """Show what fits on a GPU, and how much host memory, disk and bandwidth a peer needs. Allocates nothing."""
+    """Show what fits on a GPU, and how much host memory, disk and bandwidth a peer needs. Allocates nothing.
+
+    A second table has the phase length and codecs that suit lines of several speeds (docs/campaign.md).
+    """
     from spes_p2p.config.campaign import load_campaign_config
     from spes_p2p.config.quantities import parse_bits_per_second, parse_bytes
 
     memory_bytes, line = parse_bytes(memory, "--memory"), parse_bits_per_second(bandwidth, "--bandwidth")
     campaign = load_campaign_config(config)
-    from spes_p2p.campaign.plan_table import plan_json, render_plan
+    from spes_p2p.campaign.lines import LINES_BITS, assumption, paces, seconds_of_a_step
+    from spes_p2p.campaign.plan_table import pace_json, plan_json, render_lines, render_plan
     from spes_p2p.campaign.planner import plan_peer
     from spes_p2p.campaign.room import Device, check_ranks
 
     check_ranks(campaign, gpus, f"--gpus {gpus}")
     device = Device("cuda", memory_bytes, gpus).leaving(options.spare(leave_free))
     made = plan_peer(campaign, device, line, peers, "--memory")
+    step_s = seconds_of_a_step(campaign, made.choice, tokens_per_second)
+    chosen = paces(campaign, made.choice.setup.owned, made.traffic.peers, step_s, sorted({*LINES_BITS, line}))
     if as_json:
-        print(json.dumps(plan_json(made), indent=2))
+        print(json.dumps({**plan_json(made), "lines": [pace_json(pace) for pace in chosen]}, indent=2))
     else:
         from rich.console import Console
 
         Console().print(render_plan(made))
+        Console().print(render_lines(made.campaign, chosen, assumption(tokens_per_second)))

@@ -20,9 +20,9 @@ Decay = Annotated[float, Field(strict=True, ge=0, lt=1)]
 NonNegative = Annotated[float, Field(strict=True, ge=0)]
 PositiveNumber = Annotated[float, Field(strict=True, gt=0)]
 Text = Annotated[str, Field(min_length=1)]
-CodecName = Literal["none", "fp16", "int8", "int4", "sparse16", "sparse", "sparse64"]
+CodecName = Literal["none", "fp16", "int8", "int4", "ternary", "sparse16", "sparse", "sparse64"]
 CODEC_NAMES: tuple[str, ...] = get_args(CodecName)
-"""none is float32; int8 and int4 share a scale in blocks; sparse sends one value of 32 a round,
+"""none is float32; int8, int4 and ternary share a scale in blocks; sparse sends one value of 32 a round,
 sparse16 and sparse64 one of 16 or 64."""
 Port = Annotated[int, Field(strict=True, ge=0, le=65535)]
 

@@ -32,7 +32,7 @@ from spes_p2p.rounds.parts import Part, mask_bytes, push_turns, stall_rates, to_
 from spes_p2p.rounds.plan import MAX_TOKENS
 from spes_p2p.rounds.reducer_residual import residual_key
 from spes_p2p.rounds.results import ABSENT
-from spes_p2p.rounds.sums import added_residual, check_contributors, inputs_digest, make_mean, to_residual, weight_of
+from spes_p2p.rounds.sums import check_contributors, encode_mean, inputs_digest, make_mean, to_residual, weight_of
 from spes_p2p.storage.scratch import scratch_arrays
 
 PUSH_SHARE = 0.5
@@ -325,9 +325,9 @@ class Reducer:
         residual = self.context.residuals.get(residual_key(part, part.index in self._cells))
         if residual is not None and residual.size != mean.size:
             residual = None
-        encoded = part.codec.encode(mean if residual is None else mean + added_residual(part, mean, residual))
+        encoded, decoded = encode_mean(part, mean, residual)
         if part.codec.is_lossy:
-            to_residual(part, mean, residual, part.codec.decode(encoded, part.size))
+            to_residual(part, mean, residual, decoded)
         inputs = inputs_digest({i: each.update for i, each in updates.items()})
         return EncodedMean(encoded, clipped, inputs)
 

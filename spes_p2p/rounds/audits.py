@@ -36,14 +36,19 @@ NEWCOMERS_SHARE = 4.0
 """Members in their first rounds of service are drawn this many times as often: an identity costs nothing."""
 
 
+MANY = 2**20
+"""Elements for which a codec's bytes tell its bits a value."""
+
+
 def are_audited(config: CampaignConfig) -> bool:
     """Return whether phases are audited: in an open campaign whose updates are what the last phase trained.
 
-    With `sync.overlap` a phase starts from weights that only its peer has, and a sparse codec leaves most of a phase pending.
+    With `sync.overlap` a phase starts from weights that only its peer has, and a codec of less than 4 bits a value leaves much
+    of a phase pending.
     """
     codecs = group_codecs(config.sync.codec)
-    is_dense = not any(codec.leaves_out for codec in (codecs.router, codecs.shared, codecs.experts))
-    return config.admission == "open" and config.sync.audited_share > 0 and not config.sync.overlap and is_dense
+    is_fine = all(2 * codec.encoded_bytes(MANY) >= MANY for codec in (codecs.router, codecs.shared, codecs.experts))
+    return config.admission == "open" and config.sync.audited_share > 0 and not config.sync.overlap and is_fine
 
 
 def auditors(commit: Commit) -> tuple[str, ...]:

@@ -16,6 +16,7 @@ from spes_p2p.config.campaign import CodecConfig
 from spes_p2p.model.layout import Group, Layout
 from spes_p2p.rounds.blockwise import Blockwise
 from spes_p2p.rounds.sparse import Sparse
+from spes_p2p.rounds.ternary import Ternary
 
 FP16_MAX = np.float32(65504.0)
 FP16_NORMAL = np.float32(2**-14)
@@ -125,7 +126,7 @@ def _torch() -> Any:
 CODECS: dict[str, Codec] = {
     codec.name: codec
     for codec in (
-        Uncompressed(), HalfPrecision(), Blockwise("int8", bits=8), Blockwise("int4", bits=4),
+        Uncompressed(), HalfPrecision(), Blockwise("int8", bits=8), Blockwise("int4", bits=4), Ternary(),
         Sparse("sparse16", 16), Sparse("sparse", 32), Sparse("sparse64", 64),
     )
 }

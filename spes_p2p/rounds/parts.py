@@ -19,7 +19,7 @@ PART_BYTES = 2**19
 """Bounds the encoded bytes of a part. On the slowest permitted link (1 Mbit/s) a part takes 4.2 s, so heartbeats queued behind
 it arrive within the default silence_s of 10 s. Smaller parts cost more messages."""
 PART_ELEMENTS = 2**20
-"""Bounds the elements of a part in a codec that leaves values out, which members hold decoded: 4 MiB in float32, as in int4."""
+"""Bounds the elements of a part, which members hold decoded: 4 MiB in float32, of which `int4` needs 512 KiB."""
 SPREAD, SMALL_BYTES = 64, 2**14
 """Cut a group into at least this many parts, to balance its reducers, but not into parts below this size."""
 SHORTEST_LIMIT_S, PATIENCE = 60.0, 6.0
@@ -85,8 +85,7 @@ class Part:
 
 def part_elements(codec: Codec, part_bytes: int = PART_BYTES) -> int:
     """Return the maximum number of elements of a part that is encoded in at most `part_bytes`."""
-    size = max(1, codec.elements(part_bytes))
-    return min(size, PART_ELEMENTS) if codec.leaves_out else size
+    return min(max(1, codec.elements(part_bytes)), PART_ELEMENTS)
 
 
 def part_ranges(

@@ -26,7 +26,7 @@ from spes_p2p.rounds.results import Results
 
 TOLERANCE = np.float32(2.25)
 """Bounds a result's distance from its mean, in roundings of the mean: one is the carried residual, one the encoding, whose step
-is at most a fourteenth larger because of it."""
+is at most a fourteenth larger because of it (in `ternary` it may be more: then `encode_mean` lets the residual wait)."""
 SLACK, TINY = np.float32(2**-20), np.float32(1e-36)
 """The same for float32 rounding, as a share of the part's largest value; and for values that a codec takes for zero."""
 
@@ -71,6 +71,20 @@ def added_residual(part: Part, mean: np.ndarray, residual: np.ndarray) -> np.nda
     limited: np.ndarray = np.minimum(residual, bound)
     np.maximum(limited, np.negative(bound, out=bound), out=limited)  # faster than np.clip
     return limited
+
+
+def encode_mean(part: Part, mean: np.ndarray, residual: np.ndarray | None) -> tuple[bytes, np.ndarray]:
+    """Encode a mean plus some of the residual; return the bytes and their values.
+
+    A residual that would take a value farther from the mean than `is_wrong` allows waits.
+    """
+    if residual is not None:
+        encoded = part.codec.encode(mean + added_residual(part, mean, residual))
+        decoded = part.codec.decode(encoded, part.size)
+        if not is_far(part, mean, decoded):
+            return encoded, decoded
+    encoded = part.codec.encode(mean)
+    return encoded, part.codec.decode(encoded, part.size)
 
 
 def to_residual(part: Part, mean: np.ndarray, residual: np.ndarray | None, decoded: np.ndarray) -> None:
@@ -126,7 +140,11 @@ def is_wrong(
     mean = np.empty(part.size, np.float32)
     decoders = {i: (tokens, partial(part.codec.decode, body, part.size)) for i, (tokens, body) in updates.items()}
     make_mean(part, members, decoders, mean, clips)
+    return is_far(part, mean, part.codec.decode(result, part.size))
+
+
+def is_far(part: Part, mean: np.ndarray, decoded: np.ndarray) -> bool:
+    """Return whether a value of a result is farther from the mean than rounding explains."""
     bound = TOLERANCE * part.codec.rounding(mean) + (SLACK * np.abs(mean).max(initial=0) + TINY)
-    decoded = part.codec.decode(result, part.size)
-    apart = np.abs(decoded - mean) > bound
-    return bool((apart & (decoded != 0) if part.codec.leaves_out else apart).any())
+    far = np.abs(decoded - mean) > bound
+    return bool((far & (decoded != 0) if part.codec.leaves_out else far).any())
