@@ -144,13 +144,14 @@ class _Records(MutableMapping[int, RoundRecord]):
 
 def _unpacked(packed: bytes) -> RoundRecord:
     """Undo `pack`, without the checks of what comes from others: this peer may have measured what those refuse."""
-    known = RoundRecord(*msgpack.unpackb(packed))
+    record = RoundRecord(*msgpack.unpackb(packed))
+    lists: dict[str, Any] = vars(record)
     return replace(
-        known,
-        seconds=tuple((stage, seconds) for stage, seconds in known.seconds),
-        contributions=tuple(Contribution(*each) for each in known.contributions),
-        names=tuple(Named(*each) for each in known.names),
-        continuations=tuple(known.continuations),
+        record,
+        seconds=tuple(tuple(each) for each in lists["seconds"]),
+        contributions=tuple(Contribution(*each) for each in lists["contributions"]),
+        names=tuple(Named(*each) for each in lists["names"]),
+        continuations=tuple(lists["continuations"]),
     )
 
 
