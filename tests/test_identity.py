@@ -6,8 +6,8 @@ import pytest
 from hivemind.p2p import PeerID
 
 from spes_p2p.errors import UserError
-from spes_p2p.net.identity import RSAIdentity
-from spes_p2p.testing.simulated_identity import SimulatedIdentity
+from spes_p2p.net.identity import SESSION_KEY_BYTES, SESSION_SIGNATURE_BYTES, RSAIdentity
+from spes_p2p.testing.simulated_identity import PROOF_BYTES, SIGNATURE_BYTES, SimulatedIdentity
 
 
 @pytest.fixture(scope="module")
@@ -40,12 +40,22 @@ def test_everybody_can_verify_who_signed(alice: RSAIdentity, bob: RSAIdentity) -
 def test_a_key_of_somebody_else_inside_the_signature_does_not_help(alice: RSAIdentity, bob: RSAIdentity) -> None:
     by_alice, by_bob = alice.sign(b"x"), bob.sign(b"x")
     key_end = 2 + int.from_bytes(by_alice[:2], "big")
-    assert not alice.verify(alice.peer_id, b"x", by_alice[:key_end] + by_bob[key_end:])
+    for end in (key_end, len(by_alice) - SESSION_KEY_BYTES - SESSION_SIGNATURE_BYTES, len(by_alice) - SESSION_SIGNATURE_BYTES):
+        assert not alice.verify(alice.peer_id, b"x", by_alice[:end] + by_bob[end:])
+
+
+def test_each_process_has_its_own_key_and_signatures_of_all_of_them_hold(alice: RSAIdentity) -> None:
+    later = RSAIdentity(alice.path)
+    signatures = [alice.sign(b"x"), alice.sign(b"y"), later.sign(b"x")]
+    proofs = [signature[:-SESSION_SIGNATURE_BYTES] for signature in signatures]
+    assert proofs[0] == proofs[1] != proofs[2]
+    assert all(alice.verify(alice.peer_id, each, by) for each, by in zip((b"x", b"y", b"x"), signatures, strict=True))
+    assert [len(proofs[0]), SESSION_SIGNATURE_BYTES] == [PROOF_BYTES, SIGNATURE_BYTES]
 
 
 def test_a_damaged_signature_is_false_and_no_error(alice: RSAIdentity) -> None:
     signature = alice.sign(b"x")
-    for position in (0, 1, 2, 40, len(signature) - 1):
+    for position in (0, 1, 2, 40, 400, len(signature) - 70, len(signature) - 1):
         damaged = signature[:position] + bytes([signature[position] ^ 1]) + signature[position + 1 :]
         assert not alice.verify(alice.peer_id, b"x", damaged)
     for length in (0, 1, 2, 100, len(signature) - 1):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 
 import pytest
 from hypothesis import given
@@ -51,9 +52,9 @@ async def spread(
     living = [i for i in range(count) if i not in gone]
     for i in gone:
         (network.pause if hears else network.kill)(members[i])
-    message_to = relays["C"].addressed(Kind.PROPOSAL, bytes(record.body), members)
+    message_to = relays["C"].addressed(Kind.PROPOSAL, bytes(record.body), members, "")
     sent = {i: message_to(members[i]) for i in living}
-    got = await asyncio.gather(*(network.run_peer(members[i], relays[members[i]].received(sent[i])) for i in living))
+    got = await asyncio.gather(*(network.run_peer(members[i], relays[members[i]].received(sent[i], "C")) for i in living))
     told_bytes = sum(len(message.body) for message in sent.values())
     return dict(zip([members[i] for i in living], got, strict=True)), told_bytes + endpoints["C"].sent["record"]
 
@@ -73,7 +74,7 @@ def test_the_coordinator_sends_the_record_to_a_few_only() -> None:
 
 
 def test_a_large_record_goes_to_fewer() -> None:
-    large = Message(bytes(LARGE_BYTES + 1), Kind.PROPOSAL)
+    large = Message(random.Random(0).randbytes(LARGE_BYTES + 1), Kind.PROPOSAL)
     got, sent = run_virtual(spread(150, set(), set(), large))
     assert [*got.values()] == [large] * 150
     assert sent < FANOUT_LARGE * len(large.body) + 150 * 160
@@ -81,7 +82,7 @@ def test_a_large_record_goes_to_fewer() -> None:
 
 @pytest.mark.parametrize("silent", [0, 2])
 def test_only_the_children_of_a_silent_member_ask_the_coordinator(silent: int) -> None:
-    large = Message(bytes(LARGE_BYTES + 1), Kind.PROPOSAL)
+    large = Message(random.Random(0).randbytes(LARGE_BYTES + 1), Kind.PROPOSAL)
     got, sent = run_virtual(spread(150, {silent}, set(), large, hears=True))
     assert [*got.values()] == [large] * 149
     assert sent < 2 * FANOUT_LARGE * len(large.body) + 150 * 160
@@ -90,7 +91,7 @@ def test_only_the_children_of_a_silent_member_ask_the_coordinator(silent: int) -
 def test_nobody_passes_on_to_more_than_a_few() -> None:
     members = members_of(300)
     relay = relay_of(MemoryNetwork(), "C")
-    told = [*map(relay.addressed(Kind.PROPOSAL, bytes(RECORD.body), members), members[FANOUT:])]
+    told = [*map(relay.addressed(Kind.PROPOSAL, bytes(RECORD.body), members, ""), members[FANOUT:])]
     assert all(message.kind == Kind.PASSED for message in told)
     parents = [unpack(Passed, message.body).holders[0] for message in told]
     assert max(parents.count(parent) for parent in set(parents)) <= FANOUT
@@ -100,9 +101,9 @@ def test_a_record_that_nobody_has_is_an_error_after_a_bounded_time() -> None:
     async def main() -> None:
         network = MemoryNetwork(latency_s=0.05)
         member = relay_of(network, "009")
-        message = relay_of(network, "C").addressed(Kind.PROPOSAL, bytes(RECORD.body), members_of(10))("009")
+        message = relay_of(network, "C").addressed(Kind.PROPOSAL, bytes(RECORD.body), members_of(10), "")("009")
         with pytest.raises(PeerUnreachable):
-            await network.run_peer("009", member.received(message))
+            await network.run_peer("009", member.received(message, "C"))
         assert asyncio.get_running_loop().time() < 30
 
     run_virtual(main())

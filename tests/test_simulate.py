@@ -32,6 +32,7 @@ from spes_p2p.rounds.apply import NextBase
 from spes_p2p.rounds.ownership import Owners, assign_experts
 from spes_p2p.rounds.parts import Part
 from spes_p2p.testing.simulate.audit import Audit
+from spes_p2p.testing.simulate.churn import absences
 from spes_p2p.testing.simulate.command import simulate_virtual
 from spes_p2p.testing.simulate.faults import KINDS, Fault, SwarmView, random_fault
 from spes_p2p.testing.simulate.points import POINTS
@@ -259,6 +260,24 @@ def test_exclusion_new_owners_and_joiners_are_measured_from_what_peers_tell() ->
     assert (found.rounds_committed, found.exclude_s, found.reown_rounds) == (3, [8.0], [1])
     assert found.joiner_first_contribution_s == [26.0]
     assert (found.tokens_trained, found.tokens_included, found.work_lost_tokens) == (500, 500, 0)
+
+
+def test_work_survives_the_churn_of_volunteers() -> None:
+    result = run_seed(Scenario(peer_names(4), 15, vary=False, churn=240.0), 0)
+    assert_sound(result)
+    assert result.faults["leave"]
+    assert result.faults["restart"] >= 3
+    assert result.figures.tokens_included >= 0.95 * result.figures.tokens_trained
+    assert max(result.figures.reown_rounds, default=1) <= 2
+
+
+def test_volunteers_sleep_at_night_and_come_back_in_bursts() -> None:
+    day_s, nights = 2400.0, 3
+    for sleeps in (False, True):
+        away = list(itertools.takewhile(lambda each: each[0] < nights * day_s, absences("A", sleeps, day_s, random.Random(1))))
+        assert all(0 <= (at_s + fault.seconds) % (day_s / 48) % (day_s / 48 - 1e-6) < 1e-6 for at_s, fault in away)
+        assert all(at_s + fault.seconds <= after for (at_s, fault), (after, _) in itertools.pairwise(away))
+        assert sum(fault.seconds >= day_s / 3 for _, fault in away) == (nights if sleeps else 0)
 
 
 def test_with_overlap_a_round_waits_for_the_phase_before() -> None:

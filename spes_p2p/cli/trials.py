@@ -50,6 +50,7 @@ def simulate(
     faults: Annotated[str | None, typer.Option(help="Kinds of random faults, comma-separated. Default: all.")] = None,
     points: Annotated[str | None, typer.Option(help="Points where random faults occur, comma-separated. Default: all.")] = None,
     overlap: Annotated[bool, typer.Option("--overlap", help="Overlap rounds with training (sync.overlap).")] = False,
+    churn: Annotated[float | None, typer.Option(help="Peers come and go like volunteers; seconds of a day.")] = None,
     attackers: Annotated[int | None, typer.Option(help="How many of the trainers attack; less than half.")] = None,
     attacks: Annotated[str | None, typer.Option(help="Kinds of attacks, comma-separated, or all: a run for each.")] = None,
     admission: Annotated[str | None, typer.Option(help="Who may join: friends (default) or open.")] = None,
@@ -67,7 +68,7 @@ def simulate(
     given = {
         "peers": peers, "rounds": rounds, "fault_rate": fault_rate,
         "kinds": faults.split(",") if faults is not None else None, "points": points.split(",") if points is not None else None,
-        "overlap": overlap or None, "attackers": attackers, "admission": admission,
+        "overlap": overlap or None, "churn": churn, "attackers": attackers, "admission": admission,
         "attacks": attacks.split(",") if attacks is not None else None,
     }
     progress = ProgressBar("simulating")

@@ -1,7 +1,7 @@
-"""Fan-out of a round's records (plan, decided commit) over a tree of members.
+"""Fan-out of a round's records (plan, decided commit, request for votes) over a tree of its receivers, in compact form.
 
-The coordinator sends a record to the first FANOUT members, FANOUT_LARGE if it is large. Every other member gets its hash and
-the name of its parent in the tree, fetches the record there, and falls back to the coordinator. A member has at most as many
+The coordinator sends a record to the first FANOUT receivers, FANOUT_LARGE if it is large. Every other one gets its hash and
+the name of its parent in the tree, fetches the record there, and falls back to the coordinator. A receiver has at most as many
 children.
 """
 
@@ -17,19 +17,24 @@ from spes_p2p.content.pieces import Body, from_hex, single
 from spes_p2p.content.transfer import ContentServer
 from spes_p2p.errors import Refused
 from spes_p2p.messages.codec import WireError, pack, unpack
+from spes_p2p.messages.compact import COMPACT_BYTES, Compact, compressed, expanded
 from spes_p2p.messages.framing import MAX_FRAME_BYTES, Kind, Message
 from spes_p2p.messages.refusals import Code
 from spes_p2p.messages.rounds import Passed
 from spes_p2p.net.rpc import RpcEndpoint
 
-FANOUT, FANOUT_LARGE = 8, 3
-LARGE_BYTES = 2**16
+FANOUT, FANOUT_LARGE = 8, 2
+LARGE_BYTES = 2**14
 """Send records above this size to FANOUT_LARGE members only: its copies, one after the other, take longer than another tier."""
 WAIT_SILENCES = 1.5
 """Wait this many times `silence_s` for a record that is asked for: after one, a member whose parent is silent gets it from the
 coordinator, and its own children should not ask there, too."""
 KEPT_RECORDS = 4
-"""Bounds the records held for other members: plan and commit of the current round, and of another attempt or round."""
+"""Bounds the records held for others: plan, request for votes and commit of the round, and one of another attempt."""
+KINDS = (Kind.PROPOSAL, Kind.DECIDED, Kind.MESSAGE)
+"""Kinds of the frames in whose place others may stand."""
+MAX_ASKED = 4
+"""Ask at most this many peers for a proposal before the coordinator, which has it."""
 
 
 class Relay:
@@ -37,6 +42,10 @@ class Relay:
 
     def __init__(self, endpoint: RpcEndpoint, fetcher: Fetcher):
         self._endpoint, self._fetcher = endpoint, fetcher
+        self.proposal: Callable[[str], bytes | None] = lambda plan: None
+        """Returns the bytes of a proposal that is kept here; set by the keeper, as the next one."""
+        self.donors: Callable[[], Sequence[str]] = tuple
+        """Returns peers that may have the last proposal."""
         self._records: OrderedDict[str, bytes] = OrderedDict()
         self._changed = asyncio.Event()
 
@@ -53,29 +62,52 @@ class Relay:
         self._changed.set()
         return sha256
 
-    def addressed(self, kind: Kind, record: bytes, members: Sequence[str]) -> Callable[[str], Message]:
-        """Keep a coordinator's record; return what it sends to each peer: the record, or its hash and holders."""
-        whole, sha256, places = Message(record, kind), self.keep(record), {peer: i for i, peer in enumerate(members)}
-        fanout = FANOUT if len(record) <= LARGE_BYTES else FANOUT_LARGE
+    def addressed(self, kind: Kind, record: bytes, receivers: Sequence[str], plan: str) -> Callable[[str], Message]:
+        """Keep a coordinator's record; return what it sends to each peer: the record, or its hash and holders.
+
+        `plan`: id of the proposal of which most receivers have the bytes.
+        """
+        me, whole = self._endpoint.peer_id, self._compact(kind, record, plan)
+        others = [peer for peer in receivers if peer != me]
+        sha256, places = self.keep(bytes(whole.body)), {peer: i for i, peer in enumerate(others)}
+        fanout = FANOUT if len(whole.body) <= LARGE_BYTES else FANOUT_LARGE
 
         def message_to(peer: str) -> Message:
             index = places.get(peer, 0)
             if index < fanout:
                 return whole
-            holders = (members[index // fanout - 1], self._endpoint.peer_id)
-            return Message(pack(Passed(kind, sha256, holders)), Kind.PASSED)
+            return Message(pack(Passed(whole.kind, sha256, (others[index // fanout - 1], me))), Kind.PASSED)
 
         return message_to
 
-    async def received(self, message: Message) -> Message:
-        """Return the record that a coordinator's message contains or names. Raises PeerUnreachable, WireError."""
+    async def received(self, message: Message, coordinator: str) -> Message:
+        """Return the record that the coordinator's message contains or names. Raises PeerUnreachable, Refused, WireError."""
         if message.kind == Kind.PASSED:
             passed = unpack(Passed, message.body)
             message = Message(await self._fetch(passed), passed.kind)
-        if message.kind not in (Kind.PROPOSAL, Kind.DECIDED):
-            raise WireError(f"a frame of kind {message.kind} where a plan or a commit belongs")
         self.keep(bytes(message.body))
+        if message.kind == Kind.COMPACT:
+            compact = unpack(Compact, message.body)
+            known = await self._known(compact.known, coordinator) if compact.known else b""
+            message = Message(expanded(compact.body, known), compact.kind)
+        if message.kind not in KINDS:
+            raise WireError(f"a frame of kind {message.kind} where a plan or a commit belongs")
         return message
+
+    def _compact(self, kind: Kind, record: bytes, plan: str) -> Message:
+        if len(record) < COMPACT_BYTES:
+            return Message(record, kind)
+        known = self.proposal(plan) if plan else None
+        return Message(pack(Compact(kind, plan if known else "", compressed(record, known or b""))), Kind.COMPACT)
+
+    async def _known(self, plan: str, coordinator: str) -> bytes:
+        """Return the bytes of a proposal, fetched unless they are here."""
+        known = self.proposal(plan)
+        if known is None:
+            content, donors = single("plan", plan, from_hex(plan), MAX_FRAME_BYTES), list(self.donors())[:MAX_ASKED]
+            tiers = [self._fetcher.peers(each) for each in (donors, [coordinator]) if each]
+            known = bytes(await self._fetcher.fetch_single(content, tiers))
+        return known
 
     async def _fetch(self, passed: Passed) -> bytes:
         """Fetch from the first holder that lives: a holder waits for the record itself (one tier each)."""

@@ -69,7 +69,7 @@ Incarnation = Annotated[str, MaxLen(32)]
 Root = Annotated[bytes, MaxLen(32)]
 """A sha256; empty for none."""
 Signature = Annotated[bytes, MaxLen(2**11)]
-"""RSA of at most 4096 bits: length (2 bytes), public key (550) and signature (512)."""
+"""Length (2 bytes), RSA key of at most 4096 bits (550), its signature (512) of an Ed25519 key (32), and that key's (64)."""
 Word = Annotated[str, MaxLen(LONGEST_WORD), Predicate(str.isprintable)]
 """Short text from another peer, without control characters that could corrupt a terminal."""
 

@@ -54,6 +54,8 @@ class Kind(IntEnum):
     """A Stalled: the member complains about a reducer."""
     PUSHED = 15
     """A Signed with a Pushed: the contributor's signature under the updates before it."""
+    COMPACT = 16
+    """A Compact: a proposal, a commit or a request for votes, compressed with a proposal that the receiver has."""
 
 
 class Message(NamedTuple):

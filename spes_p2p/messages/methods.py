@@ -90,11 +90,14 @@ METHODS = {
                "Signed with an Announcement, later REPORT with a Report (its Signed holds a Staged), or "
                "STALLED with a Stalled",
                "PROPOSAL with a Proposal, meanwhile REVISION with a Revision or IN_FULL, then DECIDED with a CertifiedCommit; "
-               "PASSED with a Passed in place of proposal or commit", request_bytes=WORK, further={Kind.REPORT: WHOLE},
-               answers={Kind.PROPOSAL: WHOLE, Kind.DECIDED: WHOLE, Kind.REVISION: LISTS}),
+               "PASSED with a Passed or COMPACT with a Compact in place of proposal or commit", request_bytes=WORK,
+               further={Kind.REPORT: WHOLE},
+               answers={Kind.PROPOSAL: WHOLE, Kind.DECIDED: WHOLE, Kind.COMPACT: WHOLE, Kind.REVISION: LISTS}),
         Method(CONTROL, "anybody", "ControlRequest", "Known", request_bytes=ORDER, answer_bytes=LISTS),
         Method(PREPARE, "the coordinator, at electors", "Prepare", "Promise", answer_bytes=WHOLE),
-        Method(ACCEPT, "the coordinator, at electors", "Accept (its evidence is an Evidence)", "Vote", request_bytes=WHOLE),
+        Method(ACCEPT, "the coordinator, at electors",
+               "Accept (its evidence is an Evidence); PASSED with a Passed or COMPACT with a Compact in its place", "Vote",
+               request_bytes=WHOLE, further={Kind.COMPACT: WHOLE}),
         Method(DECIDE, "the coordinator, at members", "Decide", "empty", request_bytes=WHOLE),
         Method(PUSH, "contributors, at reducers",
                "PushHeader, then PART with an encoded update each, after at most 8 of them PUSHED with a Signed (it holds a "
@@ -113,7 +116,7 @@ METHODS = {
         _pieces("plan", "late members, electors", "a Proposal, by its id"),
         _pieces("manifests", "late members, electors", "Manifests of a plan, by revision * members + reducer"),
         _pieces("parts", "late members", "encoded results of a plan, by index of the part"),
-        _pieces("record", "members", "a proposal or commit as the coordinator sends it, by its sha256"),
+        _pieces("record", "members, electors", "a proposal, commit or Accept as the coordinator sends it, by its sha256"),
         _pieces("updates", "members that check a reducer", "encoded updates of a plan, by part * 1024 + contributor"),
         _pieces("proof", "members", "a WrongSum, by its id"),
         _pieces("moments", "a member that audits the asked one", "the BLAKE3 of each further piece, then the optimizer's state "

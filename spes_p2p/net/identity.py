@@ -1,7 +1,11 @@
 """A peer's key pair: RSA as libp2p uses it, and a cheap stand-in for swarms in one process.
 
 The identity file is hivemind's (a protobuf `PrivateKey` of type RSA), so the peer daemon, the DHT and our signatures use one
-key: a peer id is the base58 multihash of the public key, and a signature carries that key.
+key: a peer id is the base58 multihash of the public key.
+
+Each process signs with an Ed25519 key of its own, which the RSA key endorses. A signature carries the RSA key, the endorsement
+and the Ed25519 key, so it proves itself. All of that is the same in each of a process's signatures, so in records in compact
+form (`messages/compact.py`) each of them takes 64 bytes, and whoever checks many verifies the endorsement once.
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ from pathlib import Path
 from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import padding, rsa
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 from hivemind.p2p import PeerID
 from hivemind.proto import crypto_pb2
 
@@ -22,7 +27,9 @@ from spes_p2p.errors import UserError
 
 MIN_KEY_BITS = 2048
 MAX_KEY_BITS = 4096
+SESSION_KEY_BYTES, SESSION_SIGNATURE_BYTES = 32, 64
 _SHA256_MULTIHASH = b"\x12\x20"
+_ENDORSEMENT = b"spes session key\0"
 _PADDING = padding.PSS(mgf=padding.MGF1(hashes.SHA256()), salt_length=padding.PSS.DIGEST_LENGTH)
 
 
@@ -34,6 +41,8 @@ class RSAIdentity:
         self._key = _load_or_create(path)
         self._public_der = _public_der(self._key.public_key())
         self._peer_id = _peer_id_of_der(self._public_der)
+        self._session = Ed25519PrivateKey.generate()
+        self._proof = self._endorsed(self._session.public_key().public_bytes_raw())
 
     @property
     def peer_id(self) -> str:
@@ -46,22 +55,27 @@ class RSAIdentity:
         return self._key
 
     def sign(self, message: bytes) -> bytes:
-        """Two bytes of length, the public key (DER), then an RSA-PSS/SHA-256 signature."""
-        signature = self._key.sign(message, _PADDING, hashes.SHA256())
-        return len(self._public_der).to_bytes(2, "big") + self._public_der + signature
+        """Return what proves this process's key, then an Ed25519 signature by it.
+
+        The proof is two bytes of length, the public key (DER), an RSA-PSS/SHA-256 signature of the process's key, and that key.
+        """
+        return self._proof + self._session.sign(message)
 
     @staticmethod
     def verify(peer_id: str, message: bytes, signature: bytes) -> bool:
-        """True when the key inside `signature` hashes to `peer_id` and signed exactly this message."""
-        key_end = 2 + int.from_bytes(signature[:2], "big")
-        key = _public_key(signature[2:key_end])
-        if key is None or key[0] != peer_id:
+        """True when the key inside `signature` hashes to `peer_id` and endorsed the one that signed exactly this message."""
+        session = _session_key(signature[:-SESSION_SIGNATURE_BYTES])
+        if session is None or session[0] != peer_id:
             return False
         try:
-            key[1].verify(signature[key_end:], message, _PADDING, hashes.SHA256())
+            session[1].verify(signature[-SESSION_SIGNATURE_BYTES:], message)
         except InvalidSignature:
             return False
         return True
+
+    def _endorsed(self, session: bytes) -> bytes:
+        endorsement = self._key.sign(_ENDORSEMENT + session, _PADDING, hashes.SHA256())
+        return len(self._public_der).to_bytes(2, "big") + self._public_der + endorsement + session
 
 
 def peer_id_of_public_key(key: rsa.RSAPublicKey) -> str:
@@ -76,6 +90,20 @@ def _public_der(key: rsa.RSAPublicKey) -> bytes:
 def _peer_id_of_der(der: bytes) -> str:
     encoded = crypto_pb2.PublicKey(key_type=crypto_pb2.RSA, data=der).SerializeToString()
     return str(PeerID(_SHA256_MULTIHASH + hashlib.sha256(encoded).digest()).to_base58())
+
+
+@lru_cache(maxsize=4096)
+def _session_key(proof: bytes) -> tuple[str, Ed25519PublicKey] | None:
+    """Return the peer and its process's key; None when the proof proves none."""
+    key_end = 2 + int.from_bytes(proof[:2], "big")
+    key, session = _public_key(proof[2:key_end]), proof[-SESSION_KEY_BYTES:]
+    if key is None or len(proof) != key_end + (key[1].key_size + 7) // 8 + SESSION_KEY_BYTES:
+        return None
+    try:
+        key[1].verify(proof[key_end:-SESSION_KEY_BYTES], _ENDORSEMENT + session, _PADDING, hashes.SHA256())
+        return key[0], Ed25519PublicKey.from_public_bytes(session)
+    except (InvalidSignature, ValueError):
+        return None
 
 
 @lru_cache(maxsize=1024)

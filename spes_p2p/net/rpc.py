@@ -324,12 +324,14 @@ class RpcEndpoint:
         finally:
             await stream.close()
 
-    async def ask(self, peer: str, method: str, request: bytes, timeout_s: float | None = None) -> bytes:
+    async def ask(
+        self, peer: str, method: str, request: bytes, timeout_s: float | None = None, kind: int = Kind.MESSAGE
+    ) -> bytes:
         """One request, one answer. Raises PeerUnreachable (also when `timeout_s` runs out), Refused."""
 
         async def once() -> bytes:
             async with self.stream(peer, method) as stream:
-                await stream.send(request)
+                await stream.send(request, kind=kind)
                 return await stream.message()
 
         try:

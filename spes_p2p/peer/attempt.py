@@ -217,7 +217,7 @@ class RoundMember:
             reply = await self._plan_or_commit(stream)
             if reply is None:
                 return
-            reply = await stream.alive(self._node.relay.received(reply))
+            reply = await stream.alive(self._node.relay.received(reply, stream.remote))
             if trains:
                 seconds["announce"] = clock() - started
             if reply.kind == Kind.PROPOSAL:
@@ -270,7 +270,7 @@ class RoundMember:
                         work = asyncio.gather(*([work] if work else []), *(each.run(complain) for each in more))
                     else:
                         seconds["commit"] = clock() - started - seconds.get("exchange", 0.0)
-                        return await stream.alive(self._node.relay.received(reply))
+                        return await stream.alive(self._node.relay.received(reply, stream.remote))
                     answer = asyncio.ensure_future(stream.any_message())
                 elif work is not None and work is not judging:
                     work.result()

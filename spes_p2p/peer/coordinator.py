@@ -17,7 +17,7 @@ from spes_p2p.consensus.control import is_banned, is_paused, rolls_back
 from spes_p2p.consensus.proposer import Proposer, ProposerState, Reply, Send
 from spes_p2p.errors import PeerUnreachable, Refused, UserError
 from spes_p2p.messages.codec import WireError, pack, unpack
-from spes_p2p.messages.consensus import Ballot, CertifiedCommit, Control, Decide, Prepare, Promise, Signed, Vote
+from spes_p2p.messages.consensus import Accept, Ballot, CertifiedCommit, Control, Decide, Prepare, Promise, Signed, Vote
 from spes_p2p.messages.fields import MAX_MEMBERS
 from spes_p2p.messages.framing import MAX_FRAME_BYTES, Kind, Message
 from spes_p2p.messages.methods import ACCEPT, DECIDE, PREPARE
@@ -70,7 +70,8 @@ class Coordination:
             await self._members.wait()
             decided = await self._decide()
             self._node.decisions.learn(decided)
-            self._decided_to = self._node.relay.addressed(Kind.DECIDED, pack(decided), decided.commit.members)
+            commit = decided.commit
+            self._decided_to = self._node.relay.addressed(Kind.DECIDED, pack(decided), commit.members, commit.plan)
             self._decided.set_result(decided)
             await self._notify_electors(decided)
         except (AttemptFailed, Refused, WireError, UserError) as error:
@@ -176,7 +177,7 @@ class Coordination:
             )
             self._node.meet_members(plan)
             members = [member.peer for member in plan.members]
-            self._proposal_to = self._node.relay.addressed(Kind.PROPOSAL, pack(plan.proposal), members)
+            self._proposal_to = self._node.relay.addressed(Kind.PROPOSAL, pack(plan.proposal), members, self.parent.plan)
             self._plan.set_result(plan)
             await self._reports.wait()
             results = self._reports.results
@@ -246,9 +247,10 @@ def fitting(signed: Iterable[Signed], budget_bytes: int, first: Collection[str] 
 async def _drive(node: Node, proposer: Proposer, sends: Sequence[Send]) -> None:
     """Send these requests and pass the replies to the proposer until it waits for none. Raises AttemptFailed."""
     asked: dict[asyncio.Task[Reply | None], Send] = {}
+    accept_to = _accept_to(node, sends)
     try:
         while proposer.waits:
-            asked.update((asyncio.ensure_future(_reply(node, send)), send) for send in sends)
+            asked.update((asyncio.ensure_future(_reply(node, send, accept_to)), send) for send in sends)
             await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)
             answered = [(asked.pop(task), task.result()) for task in list(asked) if task.done()]
             sends = [more for send, reply in answered for more in proposer.receive(send.to, send.request, reply)]
@@ -258,18 +260,29 @@ async def _drive(node: Node, proposer: Proposer, sends: Sequence[Send]) -> None:
         raise AttemptFailed(proposer.failure)
 
 
-async def _reply(node: Node, send: Send) -> Reply | None:
+def _accept_to(node: Node, sends: Sequence[Send]) -> Callable[[str], Message]:
+    """Return what to send each elector in place of the first of these requests: its commit and evidence grow with members."""
+    request, electors = sends[0].request, [send.to for send in sends]
+    if not isinstance(request, Accept):
+        return lambda elector: Message(pack(request))
+    members = set(request.commit.members)  # who is none may be away, and passes nothing on
+    there_first = sorted(electors, key=lambda elector: (elector not in members, elector))
+    return node.relay.addressed(Kind.MESSAGE, pack(request), there_first, request.commit.plan)
+
+
+async def _reply(node: Node, send: Send, accept_to: Callable[[str], Message]) -> Reply | None:
     """Return an elector's reply; None when it refuses, is unreachable, sends something else, or names an invalid commit."""
-    request, endpoint = pack(send.request), node.endpoint
+    endpoint = node.endpoint
     try:
         if isinstance(send.request, Prepare):
-            promise = unpack(Promise, await endpoint.ask(send.to, PREPARE, request, endpoint.silence_s))
+            promise = unpack(Promise, await endpoint.ask(send.to, PREPARE, pack(send.request), endpoint.silence_s))
             if promise.accepted is not None:
                 await node.decisions.validity.require(promise.accepted, promise.evidence, send.to)
             return promise
         if isinstance(send.request, Decide):
-            return await endpoint.ask(send.to, DECIDE, request, endpoint.silence_s)
-        return unpack(Vote, await endpoint.ask(send.to, ACCEPT, request, VOTE_SILENCES * endpoint.silence_s))
+            return await endpoint.ask(send.to, DECIDE, pack(send.request), endpoint.silence_s)
+        body, kind = accept_to(send.to)
+        return unpack(Vote, await endpoint.ask(send.to, ACCEPT, bytes(body), VOTE_SILENCES * endpoint.silence_s, kind))
     except Refused as error:
         if error.code is Code.NOT_PROVEN:
             logger.warning("round %d: elector %s: %s", node.log.round + 1, send.to[-6:], error)

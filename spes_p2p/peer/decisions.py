@@ -13,6 +13,7 @@ from typing import TypeVar
 from spes_p2p.consensus.control import number_of, owner_of
 from spes_p2p.consensus.fork import OtherBranches
 from spes_p2p.consensus.output import Output
+from spes_p2p.content.relay import Relay
 from spes_p2p.errors import PeerUnreachable, Refused, UserError
 from spes_p2p.messages.codec import WireError, pack, unpack
 from spes_p2p.messages.consensus import (
@@ -58,6 +59,8 @@ class Decisions:
         self._acceptor = self._participant.acceptor
         self.validity: Validity
         """Set by `check_with`, before requests are served."""
+        self.relay: Relay
+        """Set by the node, before requests are served."""
         self.log = self._participant.log
         self.other_branches = OtherBranches(self.log, world.identity)
         self.controls = self._participant.controls
@@ -246,7 +249,8 @@ class Decisions:
     async def _on_accept(self, stream: Stream) -> None:
         if stream.remote not in self.log.last.electorate:
             raise Refused(Code.NOT_ALLOWED, "the ballot's coordinator is not an elector of this round")
-        request = await unpack_beside(Accept, await stream.message())
+        message = await self.relay.received(await stream.any_message(), stream.remote)
+        request = await unpack_beside(Accept, message.body)
         try:
             await self.validity.require(request.commit, request.evidence, stream.remote)
         except Refused as refused:

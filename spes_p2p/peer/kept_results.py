@@ -170,6 +170,10 @@ class KeptResults:
             raise PeerUnreachable("no peer has the manifests")
         return tuple(found)
 
+    def proposal(self, plan: str) -> bytes | None:
+        """Return the bytes of a plan's proposal, where it is kept here."""
+        return self._evidence_piece(plan, 0)
+
     def _evidence_piece(self, plan: str, index: int) -> bytes | None:
         """Return the proposal of a plan (index 0), or the manifest of the place before the index."""
         if plan in self.evidence:
@@ -205,7 +209,7 @@ class KeptResults:
         await fetcher.fetch(Content("parts", commit.plan, piece), missing, donors, keep)
 
     async def _plan(self, plan: str, index: int) -> Body | None:
-        return self._evidence_piece(plan, 0) if index == 0 else None
+        return self.proposal(plan) if index == 0 else None
 
     async def _manifest(self, plan: str, place: int) -> Body | None:
         return self._evidence_piece(plan, 1 + place)

@@ -86,7 +86,8 @@ class Node:
         """In random order, so that peers do not all ask the same ones."""
         self._looked_up_at = -math.inf
         self.content, self.fetcher = ContentServer(self.endpoint), Fetcher(self.endpoint)
-        self.relay = Relay(self.endpoint, self.fetcher)
+        self.relay = self.decisions.relay = Relay(self.endpoint, self.fetcher)
+        self.relay.donors = self.others
         self.straggler_delay: deque[float] = deque(maxlen=KEPT_ARRIVALS)
         """Delays of members in the last rounds, as shares of the time that the first half took; see Proposal."""
         self.evaluated: tuple[str, float] | None = None

@@ -82,6 +82,7 @@ class Replica:
         )
         node.decisions.check_with(self.validity)
         self.results = self.validity.kept
+        node.relay.proposal = self.results.proposal
         self.exchanges = Exchanges(node, layout, self.results, self.work, scratch, base_in_memory)
         self.newest = NewestBase(node, size, self.store.snapshots)
         self.jumps = Jumps(

@@ -1,9 +1,13 @@
-"""Identities without keys, for simulations and tests."""
+"""Identities without keys, for simulations and tests. Their signatures are as long as real ones, keys included."""
 
 from __future__ import annotations
 
 import hashlib
 import hmac
+from functools import lru_cache
+
+PROOF_BYTES, SIGNATURE_BYTES = 584, 64
+"""Of a real identity with an RSA key of 2048 bits: what is in each of its signatures, and what is not."""
 
 
 class SimulatedIdentity:
@@ -18,7 +22,7 @@ class SimulatedIdentity:
         return self._name
 
     def sign(self, message: bytes) -> bytes:
-        """Return a keyed hash of the message, which anyone could compute."""
+        """Return a proof and a keyed hash of the message, both of which anyone could compute."""
         return _mark(self._name, message)
 
     @staticmethod
@@ -28,4 +32,10 @@ class SimulatedIdentity:
 
 
 def _mark(name: str, message: bytes) -> bytes:
-    return hashlib.blake2b(message, key=hashlib.sha256(name.encode()).digest(), digest_size=16).digest()
+    proof = _proof(name)
+    return proof + hashlib.blake2b(message, key=proof[:SIGNATURE_BYTES], digest_size=SIGNATURE_BYTES).digest()
+
+
+@lru_cache(4096)
+def _proof(name: str) -> bytes:
+    return hashlib.shake_128(name.encode()).digest(PROOF_BYTES)

@@ -56,6 +56,7 @@ def simulate_virtual(
     made = summary("virtual", len(scenario.peer_names), found, time.monotonic() - started, replay)
     made["virtual_s"] = round(sum(each.virtual_s for each in found), 1)
     made["control_bytes_max"] = max(each.control_bytes for each in found)
+    made["control_bytes_median"] = max(each.control_bytes_median for each in found)
     made["connections_max"] = max(each.connections_max for each in found)
     made["cpu_s"] = round(sum(each.cpu_s for each in found), 1)
     made["memory_peak_bytes"] = max(each.memory_peak_bytes for each in found)

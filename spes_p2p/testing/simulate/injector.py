@@ -77,6 +77,10 @@ class Injector:
                 else:
                     self._soon(fault, peer)
 
+    def strike(self, fault: Fault) -> None:
+        """Let a fault strike its peers now."""
+        self._strike(fault, fault.peers[0])
+
     def on_frame(self, frame: Frame) -> Frame:
         """Check whether a frame is at a point; return it, corrupted if its sender is corrupt."""
         if self._armed:

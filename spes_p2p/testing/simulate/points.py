@@ -5,6 +5,8 @@ from __future__ import annotations
 import difflib
 import re
 
+from spes_p2p.messages.codec import unpack
+from spes_p2p.messages.compact import Compact
 from spes_p2p.messages.framing import Kind
 from spes_p2p.observe.events import Event, StateEntered
 from spes_p2p.testing.memory_network import Frame
@@ -59,7 +61,8 @@ def point_of_frame(frame: Frame) -> str | None:
         return (_ANSWERS if frame.is_answer else _REQUESTS).get(frame.method)
     if not frame.is_answer:
         return "announce" if frame.index == 0 else "staged"
-    return _ROUND_ANSWERS.get(frame.kind)
+    kind = frame.kind if frame.kind != Kind.COMPACT else unpack(Compact, frame.body).kind
+    return _ROUND_ANSWERS.get(kind)
 
 
 def point_of_write(blob: str) -> str | None:

@@ -44,6 +44,8 @@ def possible(scenario: Scenario) -> Scenario:
     """
     if SYBILS in scenario.attacks and scenario.attacks != ATTACK_KINDS:
         raise UserError(f"--attacks {SYBILS}: takes too many processes; use --virtual")
+    if scenario.churn:
+        raise UserError("--churn: takes hours in real time; use --virtual")
     blocked = why_unavailable()
     for fault in scenario.faults:
         if fault.kind == "corrupt" and fault.what == NOT_CORRUPTIBLE:

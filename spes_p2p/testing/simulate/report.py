@@ -54,6 +54,8 @@ class RunReport:
     virtual_s: float = 0.0
     control_bytes: int = 0
     """Maximum number of bytes that one peer sent in one round besides parts and pieces of a base (virtual form)."""
+    control_bytes_median: int = 0
+    """Median over rounds of what the peer that sent most in a round sent so."""
     connections_max: int = 0
     """The most other peers with which one peer had open streams at a time (virtual form)."""
     cpu_s: float = 0.0
@@ -82,6 +84,8 @@ def summary(
             figures |= _spread(each.name, (value for of_run in values for value in of_run))
         else:
             figures[each.name] = sum(values)
+    times = [seconds for run in runs for seconds in run.figures.round_s]
+    figures["round_s_mean"] = round(statistics.mean(times), 3) if times else None
     violations = [
         {"seed": run.seed, **asdict(violation), "replay": replay(run)}
         for run in runs

@@ -32,7 +32,7 @@ OPTIONS = {"kinds": "faults"}
 DEFAULT_SECONDS = 10.0
 """Default duration of a scripted fault."""
 DEFAULT_FAULT_RATE = 0.5
-"""Default without a scenario file and without attackers."""
+"""Default without a scenario file, attackers or churn."""
 DEFAULT_ATTACKED_ROUNDS = 20
 """Default number of rounds with attackers: what the small model of these runs needs to learn its language."""
 LATE_JOINER = "late"
@@ -122,6 +122,8 @@ class ScenarioSettings(Section):
     bandwidth: Bandwidth = Field("100mbit", description="Bandwidth of every peer's link, each way.")
     vary: bool = Field(True, description="Each seed chooses speeds, capacities, codec, redundancy and merging (virtual form).")
     overlap: bool = Field(False, description="Overlap rounds with training (`sync.overlap`).")
+    churn: NonNegative = Field(
+        0.0, description="Seconds of a day in which peers come and go like volunteers (virtual form); 0: they stay.")
     machines: dict[str, MachineSettings] = Field({}, description="Machines of single peers, by name.")
     faults: tuple[FaultSettings, ...] = Field((), description="Scripted faults.")
     attackers: Count = Field(0, description="Number of the trainers that attack: the last ones.")
@@ -166,6 +168,8 @@ class Scenario:
     """Let each seed choose speeds, capacities, codec, redundancy and merging."""
     overlap: bool = False
     """Whether rounds overlap with training."""
+    churn: float = 0.0
+    """Seconds of a day in which volunteers come and go (`churn.py`); 0: they stay."""
     are_kinds_chosen: bool = False
     """Whether the user chose the kinds."""
     machines: Mapping[str, MachineSettings] = field(default_factory=dict)
@@ -216,7 +220,7 @@ def load_scenario(path: Path | None, options: Mapping[str, Any]) -> Scenario:
     if given.get("attacks") == ["all"]:
         given["attacks"] = list(ATTACK_KINDS)
     attacked = {"fault_rate": 0.0, "rounds": DEFAULT_ATTACKED_ROUNDS}
-    default = attacked if options.get("attackers") else {"fault_rate": DEFAULT_FAULT_RATE}
+    default = attacked if options.get("attackers") else {"fault_rate": 0.0 if options.get("churn") else DEFAULT_FAULT_RATE}
     values = {**(file.values if file is not None else default), **given}
     return _scenario(validated(ScenarioSettings, values, lambda location: _where(file, location, given)))
 
@@ -243,6 +247,7 @@ def _scenario(settings: ScenarioSettings) -> Scenario:
         bandwidth_bytes_per_s=_bytes_per_s(settings.bandwidth),
         vary=settings.vary,
         overlap=settings.overlap,
+        churn=settings.churn,
         are_kinds_chosen="kinds" in settings.model_fields_set,
         machines=settings.machines,
         attackers=settings.attackers,

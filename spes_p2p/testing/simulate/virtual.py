@@ -14,7 +14,9 @@ import multiprocessing
 import os
 import random
 import resource
+import statistics
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import replace
@@ -48,6 +50,7 @@ from spes_p2p.testing.attacks.tamper import Liar
 from spes_p2p.testing.memory_network import MemoryNetwork
 from spes_p2p.testing.memory_store import MemoryStore
 from spes_p2p.testing.simulate.audit import Audit
+from spes_p2p.testing.simulate.churn import keep_churning
 from spes_p2p.testing.simulate.injector import Injector, now
 from spes_p2p.testing.simulate.points import point_of_event, point_of_write
 from spes_p2p.testing.simulate.report import Attacked, RunReport, banned_in
@@ -71,6 +74,8 @@ SHARED_RECORDS_PER_PEER = 64
 """Records that peers read alike: a contact and a signed announcement of each in every round, and the commits."""
 OBJECTS_PER_COLLECTION = 100_000
 """Allocations between two garbage collections: each visits what all peers hold, for the little that is in cycles."""
+MEMBERS_LOGGED = 32
+"""A line of the event log names at most this many members of a round."""
 UNLOGGED = (TrainingProgress, BytesMoved, PeersSeen)
 """Events that are not logged."""
 
@@ -129,7 +134,8 @@ class _Run:
         self._faults: Injector
         self._names = list(dict.fromkeys((*scenario.peer_names, *scenario.liars)))
         self._control_bytes: dict[str, int] = {}
-        self._most_control_bytes = 0
+        self._most_control_bytes: Counter[int] = Counter()
+        """By round: the most that one peer sent."""
         self._pending_tokens = 0
         self._ended_s = 0.0
         self._lies = 0
@@ -145,7 +151,11 @@ class _Run:
         asyncio.get_running_loop().set_exception_handler(self._on_loop_error)
         self._start_swarm()
         starting = asyncio.create_task(self._start_others())
+        names, day_s = self._scenario.peer_names, self._scenario.churn
+        churning = asyncio.create_task(keep_churning(names, day_s, self._rng, self._faults.strike)) if day_s else None
         if await self._until(lambda: starting.done() and self._audit.newest_round >= self._scenario.rounds):
+            if churning is not None:
+                churning.cancel()
             self._faults.lift()
             goal = self._audit.newest_round + QUIET_ROUNDS
             if await self._until(lambda: self._slowest() >= goal):
@@ -157,7 +167,9 @@ class _Run:
         """Return the run's results."""
         return RunReport(
             self._seed, self._audit.figures(self._pending_tokens), tuple(self._audit.violations), dict(self._faults.struck),
-            dict(self._faults.struck_at), virtual_s=round(self._ended_s, 3), control_bytes=self._most_control_bytes,
+            dict(self._faults.struck_at), virtual_s=round(self._ended_s, 3),
+            control_bytes=max(self._most_control_bytes.values(), default=0),
+            control_bytes_median=int(statistics.median(self._most_control_bytes.values() or (0,))),
             connections_max=self._swarm.network.connections_max, log=tuple(self._log),
             attacked=self._attacked() if self._scenario.attackers else None,
         )
@@ -262,7 +274,7 @@ class _Run:
                 self._last_base = self._swarm.peers[peer].replica.base.values
         if isinstance(event, (RoundCommitted, BaseRestored)) and peer in self._swarm.peers:
             self._check_base(peer)
-            self._count_control_bytes(peer)
+            self._count_control_bytes(peer, event.round)
         if self._audit.newest_round > before:
             self._faults.round_committed(self._audit.newest_round)
         point = point_of_event(event)
@@ -304,10 +316,11 @@ class _Run:
         newest = max((node.log.last for node in self._swarm.nodes.values()), key=lambda commit: (commit.term, commit.round))
         return not self._faults.leaves_majority(newest.electorate)
 
-    def _count_control_bytes(self, peer: str) -> None:
+    def _count_control_bytes(self, peer: str, round_number: int) -> None:
         sent = self._swarm.nodes[peer].endpoint.sent
         total = sum(count for method, count in sent.items() if method not in BYTES_BY_KIND)
-        self._most_control_bytes = max(self._most_control_bytes, total - self._control_bytes.get(peer, 0))
+        most = self._most_control_bytes
+        most[round_number] = max(most[round_number], total - self._control_bytes.get(peer, 0))
         self._control_bytes[peer] = total
 
     def _honest(self) -> Iterable[tuple[str, Peer]]:
@@ -331,7 +344,8 @@ class _Run:
             for name, number in rounds.items():
                 if name not in moved or moved[name][0] != number:
                     moved[name] = number, now()
-                if now() - max(moved[name][1], self._faults.last_s) > STUCK_S:
+                since_s = self._audit.newest_at_s if self._scenario.churn else self._faults.last_s
+                if now() - max(moved[name][1], since_s) > STUCK_S:
                     self._audit.violated(now(), "stuck", f"{name} is at round {number} for {STUCK_S:g} s; rounds: {rounds}")
                     return False
         return True
@@ -422,6 +436,6 @@ class _LoggedErrors(logging.Handler):
 def _line(event: Event) -> str:
     """Return an event as a line of the event log."""
     if isinstance(event, RoundCommitted):
-        members = ",".join(event.members)
+        members = ",".join(event.members[:MEMBERS_LOGGED])
         return f"commit {event.round} digest {event.base_digest[:12]} tokens {event.total_tokens} members {members}"
     return str(event)
