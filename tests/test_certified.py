@@ -137,7 +137,7 @@ def test_a_joiner_takes_no_loss_that_one_elector_tells(tmp_path: Path) -> None:
 
 def tell_lies(swarm: RememberingSwarm, name: str, rounds: int) -> None:
     """From now on this peer says that somebody else trained everything in the first rounds."""
-    known: dict[int, RoundRecord] = swarm.histories[name].rounds._records
+    known = swarm.histories[name].rounds._records
     for number in range(1, rounds + 1):
         first = replace(known[number].contributions[0], peer="liar", tokens=known[number].tokens)
         known[number] = replace(known[number], contributions=(first,), names=(Named("B", "Mallory", "Liars"),))

@@ -4,7 +4,10 @@ import io
 import json
 import logging
 import math
+import random
+import tracemalloc
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import msgpack
@@ -15,7 +18,7 @@ from observed_events import FIRST_COMMIT, OWNERS, ROUNDS, Clock, assembly, commi
 from rich.console import Console
 
 from spes_p2p.errors import UserError
-from spes_p2p.messages.presence import PeerStatus
+from spes_p2p.messages.presence import PeerStatus, RoundRecord
 from spes_p2p.observe.console import HEARTBEAT_S, RoundLog
 from spes_p2p.observe.events import (
     BEFORE_TRAINING,
@@ -38,6 +41,7 @@ from spes_p2p.observe.events import (
 from spes_p2p.observe.history import HISTORY_FILE, Entry, History, read_history
 from spes_p2p.observe.log import setup_logging
 from spes_p2p.observe.plot import collect_curves, plot_loss
+from spes_p2p.observe.rounds import KEPT_READ, Rounds
 from spes_p2p.observe.status import StatusBoard, gather, swarm_status
 from spes_p2p.observe.table import SwarmView, round_line
 from spes_p2p.observe.units import human_bytes, human_count, human_indices, human_seconds
@@ -52,6 +56,26 @@ KEPT: tuple[Event, ...] = (
     DigestMismatch(1, "a", "b"),
     TasksEvaluated(1, (("piqa", "acc", 0.5, 0.025),)),
 )
+
+
+def test_records_of_many_rounds_are_given_back_and_take_little_memory() -> None:
+    members = tuple((f"peer-{i}-{random.Random(i).randbytes(16).hex()}", 1000 + i, i) for i in range(100))
+    committed = [replace(commit(number), contributions=members, loss=math.inf) for number in range(4 * KEPT_READ)]
+    tracemalloc.start()
+    rounds, plain = Rounds("a"), dict[int, RoundRecord]()
+    before = tracemalloc.get_traced_memory()[0]
+    for event in committed:
+        rounds.record(event, 1.5)
+        plain[event.round] = rounds.records[-1]
+    del plain
+    bytes_each = (tracemalloc.get_traced_memory()[0] - before) / len(committed)
+    tracemalloc.stop()
+    assert [each.contributions[7].tokens for each in rounds.records] == [1007] * len(committed)
+    assert [each.round for each in rounds.after(9, 3)] == [10, 11, 12]
+    rounds.record(Evaluated(3, 4.25), 2.0)
+    assert rounds.records[3] == replace(rounds.records[3], validation_loss=4.25, time=1.5)
+    assert not rounds.missing(range(len(committed)))
+    assert bytes_each < 8000  # of which the last ones, as objects, are most
 
 
 def test_history_gives_back_what_was_kept_in_order(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from spes_p2p.messages.rounds import Ping
 from spes_p2p.net.byte_stream import FIRST_BYTES, ByteStream
 from spes_p2p.net.channels import StreamChannel
 from spes_p2p.net.interfaces import Channel
-from spes_p2p.net.rpc import RpcEndpoint, Stream
+from spes_p2p.net.rpc import OUTSIDER_SILENCES, RpcEndpoint, Stream
 from spes_p2p.net.shares import (
     FRAME_COST,
     HELD_PER_PEER,
@@ -113,6 +113,19 @@ def test_frames_of_a_stranger_are_read_at_a_pace_and_those_of_a_member_at_once()
     assert 0.5 * burst_and_20_s < run_virtual(taken("X", b"x")) < 1.1 * burst_and_20_s
 
 
+def test_an_outsider_whose_request_waits_for_its_turn_is_not_given_up() -> None:
+    async def main() -> float:
+        host = Host()
+        await host.serve()
+        for i in range(200):
+            await (await host.channel(f"X{i}")).send(bytes(4000))
+        while host.frames < 200:
+            await asyncio.sleep(0.1)
+        return asyncio.get_running_loop().time()
+
+    assert run_virtual(asyncio.wait_for(main(), 100.0)) > 2 * OUTSIDER_SILENCES * SILENCE_S
+
+
 def test_all_outsiders_together_have_a_pace() -> None:
     async def main() -> None:
         host = Host()
@@ -128,7 +141,7 @@ def test_all_outsiders_together_have_a_pace() -> None:
 
             floods.append(asyncio.ensure_future(flood()))
         await asyncio.sleep(20.0)
-        assert host.frames * (1000 + FRAME_COST) < 1.2 * 24 * 2**15
+        assert host.frames * (1000 + FRAME_COST) < 1.2 * 24 * 2**16
         for each in floods:
             each.cancel()
 

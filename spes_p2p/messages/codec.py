@@ -47,7 +47,7 @@ class Extensible:
 def pack(record: Any) -> bytes:
     """Return the record's canonical bytes."""
     packed: bytes = msgpack.packb(_plain(record), use_bin_type=True)
-    return packed
+    return packed if _shared is None or len(packed) <= SHARED_BYTES else _shared(packed)
 
 
 def unpack(cls: type[Record], data: Buffer) -> Record:
@@ -64,9 +64,9 @@ def share_records(count: int) -> None:
     """Keep the last `count` small records that were read, and the last large ones, for a process whose peers read the same.
 
     Records are immutable, and the same bytes of the same type always give the same record. What a large one is packed as is
-    kept, too, also of those that were made here and have an id.
+    kept, too, also of those that were made here and have an id, and equal bytes are one object.
     """
-    global _read, _listed, _remember
+    global _read, _listed, _remember, _shared
     small, large = lru_cache(count)(_read_record), lru_cache(SHARED_LARGE)(_read_record)
     listed: OrderedDict[int, tuple[Any, list[Any]]] = OrderedDict()
 
@@ -87,7 +87,7 @@ def share_records(count: int) -> None:
             while len(listed) > SHARED_LARGE:
                 listed.popitem(last=False)
 
-    _read, _listed, _remember = read, list_or_recall, remember
+    _read, _listed, _remember, _shared = read, list_or_recall, remember, lru_cache(SHARED_LARGE)(_same)
 
 
 def _read_record(cls: Any, data: Buffer) -> Any:
@@ -150,7 +150,12 @@ def _forget(record: Any, size: int) -> None:
     """Keep nothing."""
 
 
+def _same(packed: bytes) -> bytes:
+    return packed
+
+
 _remember: Callable[[Any, int], None] = _forget
+_shared: Callable[[bytes], bytes] | None = None
 
 
 def _all_fields(record: Any) -> list[Any]:

@@ -198,8 +198,7 @@ class Stream:
         """Drop the stream. Safe to call at any time."""
         self._reader.cancel()
         self._heartbeats.close()
-        if self._request_due is not None:
-            self._request_due.cancel()
+        self._end_waiting_for_request()
         self._channel.abort()
         self.break_off(PeerUnreachable("the stream is closed"))
         self._intake.close()
@@ -235,13 +234,22 @@ class Stream:
             with contextlib.suppress(PeerUnreachable, asyncio.TimeoutError):
                 await asyncio.wait_for(self.refuse(refused), self._detector.ceiling_s)
             raise refused
+        is_request = self._request_due is not None and kind < IGNORABLE and kind != Kind.HEARTBEAT
+        if is_request:  # that it waits here for outsiders before it is not its sender's delay
+            self._end_waiting_for_request()
         with self._heartbeats.not_reading():
             await self._intake.hold(size)
+        if is_request:
+            self.expect_request()
+
+    def _end_waiting_for_request(self) -> None:
+        if self._request_due is not None:
+            self._request_due.cancel()
+            self._request_due = None
 
     async def _put(self, message: Message | None) -> None:
         """Queue a message for `receive`."""
-        if self._request_due is not None:
-            self._request_due.cancel()
+        self._end_waiting_for_request()
         with self._heartbeats.not_reading():
             if self._line.down is not None and message is not None and message.body:
                 await self._line.down.let_pass(len(message.body))

@@ -27,9 +27,10 @@ HELD_BY_OUTSIDERS = 2**26
 """The same for all outsiders together."""
 OUTSIDER_FRAME_BYTES = 2**16
 """The longest frame that an outsider may send here, whatever its method allows: the announcement of a joiner fits."""
-OUTSIDER_BITS, OUTSIDERS_BITS, OUTSIDERS_BURST_S = 8 * 2**14, 8 * 2**15, 4.0
-"""What one outsider, and all of them, may send a second, in bits. Records of 32 KiB take some 50 ms to read, a twentieth of a
-processor. A joiner sends little: it asks for 4 MiB of a base with 100 bytes."""
+OUTSIDER_BITS, OUTSIDERS_BITS, OUTSIDERS_BURST_S = 8 * 2**14, 8 * 2**16, 4.0
+"""What one outsider, and all of them, may send a second, in bits. Records of 64 KiB take some 100 ms to read, a tenth of a
+processor. A joiner sends little: with all that counts for more than its bytes, 8 KiB until it has announced, so that eight a
+second can come."""
 FRAME_COST, STREAM_COST = 2**7, 2**10
 """Bytes that a frame and a stream count for in addition: as much time as handling them takes."""
 

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import msgpack
+
+from spes_p2p.messages.codec import pack
+from spes_p2p.messages.compact import compressed, expanded
 from spes_p2p.messages.fields import LONGEST_WORD
 from spes_p2p.messages.presence import Contribution, Named, PeerStatus, RoundRecord
 from spes_p2p.observe.events import (
@@ -18,6 +22,9 @@ from spes_p2p.observe.events import (
     RoundFailed,
     seconds_by_stage,
 )
+
+KEPT_READ = 64
+"""Records that are held as objects: status, plots and other peers ask for the last ones."""
 
 
 @dataclass(frozen=True)
@@ -93,12 +100,69 @@ def _lacks_loss(record: RoundRecord) -> bool:
     return record.tokens > 0 and math.isnan(record.loss)
 
 
+class _Records(MutableMapping[int, RoundRecord]):
+    """Records by round. All but the last KEPT_READ are held compressed, each as what it adds to one of about its time.
+
+    As objects the records of 50,000 rounds of 256 members would take gigabytes.
+    """
+
+    def __init__(self) -> None:
+        self._read: dict[int, RoundRecord] = {}
+        self._old: dict[int, tuple[bytes, bytes]] = {}
+        """The packed record that is the dictionary, and the compressed one."""
+        self._dictionary = b""
+
+    def __getitem__(self, number: int) -> RoundRecord:
+        if number in self._read:
+            return self._read[number]
+        dictionary, body = self._old[number]
+        return _unpacked(expanded(body, dictionary))
+
+    def __setitem__(self, number: int, record: RoundRecord) -> None:
+        self._old.pop(number, None)
+        self._read[number] = record
+        if len(self._read) > KEPT_READ:
+            oldest = next(iter(self._read))
+            packed = pack(self._read.pop(oldest))
+            if len(self._old) % KEPT_READ == 0:
+                self._dictionary = packed
+            self._old[oldest] = self._dictionary, compressed(packed, self._dictionary)
+
+    def __delitem__(self, number: int) -> None:
+        del (self._read if number in self._read else self._old)[number]
+
+    def __contains__(self, number: object) -> bool:
+        return number in self._read or number in self._old
+
+    def __iter__(self) -> Iterator[int]:
+        yield from self._old
+        yield from self._read
+
+    def __len__(self) -> int:
+        return len(self._old) + len(self._read)
+
+
+def _unpacked(packed: bytes) -> RoundRecord:
+    """Undo `pack`, without the checks of what comes from others: this peer may have measured what those refuse."""
+    record = RoundRecord(*msgpack.unpackb(packed))
+    lists: dict[str, Any] = vars(record)
+    return replace(
+        record,
+        seconds=tuple(tuple(each) for each in lists["seconds"]),
+        contributions=tuple(Contribution(*each) for each in lists["contributions"]),
+        names=tuple(Named(*each) for each in lists["names"]),
+        continuations=tuple(lists["continuations"]),
+    )
+
+
 class Rounds:
     """A peer's records: from its own events and from other peers."""
 
     def __init__(self, peer_id: str):
         self._peer_id = peer_id
-        self._records: dict[int, RoundRecord] = {}
+        self._records = _Records()
+        self._without_loss: set[int] = set()
+        """Rounds that were trained and whose record does not say the loss."""
         self._train_seconds = 0.0
         self._failed_attempts = 0
 
@@ -109,7 +173,7 @@ class Rounds:
 
     def last_round(self) -> dict[str, Any]:
         """Return the last round, losses and continuations as fields of a peer's status, which shows them after a restart."""
-        found: dict[str, Any] = {"round": self.newest, "loss": self.records[-1].loss} if self._records else {}
+        found: dict[str, Any] = {"round": self.newest, "loss": self._records[self.newest].loss} if self._records else {}
         for record in self.records:
             if math.isfinite(record.validation_loss):
                 found |= {"validation_loss": record.validation_loss, "validation_round": record.round}
@@ -124,7 +188,7 @@ class Rounds:
 
     def missing(self, rounds: Iterable[int]) -> list[int]:
         """Return those of the given rounds that have no record, or none that says the loss though they were trained."""
-        return [number for number in rounds if number not in self._records or _lacks_loss(self._records[number])]
+        return [number for number in rounds if number not in self._records or number in self._without_loss]
 
     def after(self, round_number: int, at_most: int) -> tuple[RoundRecord, ...]:
         """Return the first records after a round."""
@@ -141,20 +205,27 @@ class Rounds:
             case RoundCommitted():
                 self._committed(event, time)
             case Evaluated() if event.round in self._records:
-                self._records[event.round] = replace(self._records[event.round], validation_loss=event.validation_loss)
+                self._keep(replace(self._records[event.round], validation_loss=event.validation_loss))
             case PromptsContinued() if event.round in self._records:
-                self._records[event.round] = replace(self._records[event.round], continuations=event.continuations)
+                self._keep(replace(self._records[event.round], continuations=event.continuations))
 
     def add(self, record: RoundRecord) -> bool:
         """Merge another peer's record; return whether it adds information."""
         known = self._records.get(record.round)
-        self._records[record.round] = merged(known, record)
-        return self._records[record.round] is not known
+        complete = merged(known, record)
+        if complete is known:
+            return False
+        self._keep(complete)
+        return True
+
+    def _keep(self, record: RoundRecord) -> None:
+        self._records[record.round] = record
+        (self._without_loss.add if _lacks_loss(record) else self._without_loss.discard)(record.round)
 
     def _committed(self, event: RoundCommitted, time: float) -> None:
         known = self._records.get(event.round)
         trained = (("train", self._train_seconds),) if self._train_seconds else ()
-        self._records[event.round] = RoundRecord(
+        self._keep(RoundRecord(
             round=event.round,
             campaign_step=event.campaign_step,
             tokens=event.tokens,
@@ -176,5 +247,5 @@ class Rounds:
             control=event.control[:LONGEST_WORD],
             contributions=tuple(Contribution(*each) for each in event.contributions),
             names=tuple(Named(*each) for each in event.names),
-        )
+        ))
         self._train_seconds, self._failed_attempts = 0.0, 0
