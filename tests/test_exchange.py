@@ -24,7 +24,7 @@ from spes_p2p.model.layout import Layout, TensorSpec
 from spes_p2p.net.tasks import end_tasks
 from spes_p2p.net.throughput import UNKNOWN_BYTES_PER_S
 from spes_p2p.peer.own_work import taken
-from spes_p2p.peer.part_frames import INDEX_BYTES
+from spes_p2p.peer.part_frames import INDEX_BYTES, WEIGHT_BYTES
 from spes_p2p.peer.transfers import IN_FLIGHT_S, WINDOW_BYTES
 from spes_p2p.rounds.blockwise import Blockwise
 from spes_p2p.rounds.codecs import CODECS
@@ -283,7 +283,7 @@ def test_traffic_is_at_the_floor() -> None:
         shared_bytes, expert_bytes = 4 * 320 * 128, 4 * count * 100 * 200
         floor = (2 * shared_bytes + expert_bytes) * (count - 1) / count
         for board in played.endpoints.values():
-            assert floor <= board.sent[PUSH] + board.sent[PULL] < 1.02 * floor
+            assert floor <= board.sent[PUSH] + board.sent[PULL] < 1.03 * floor, "signatures are 1 %"
 
     simulate(main)
 
@@ -331,14 +331,21 @@ def test_a_lane_that_cannot_be_is_refused(lane: int, lanes: int) -> None:
 def test_an_owner_with_a_thin_line_sends_its_expert_once_and_gets_nothing_of_it_back() -> None:
     async def main() -> None:
         plan = make_plan_of(MEMBERS["four, one hands its expert on"])
-        played = await Round.open(plan, random_updates(plan))
+        played, pushed = await Round.open(plan, random_updates(plan)), []
+
+        def note(frame: Frame) -> Frame:
+            if (frame.sender, frame.method, frame.kind) == ("A", PUSH, Kind.PART):
+                pushed.append(len(frame.body) - INDEX_BYTES - WEIGHT_BYTES)
+            return frame
+
+        played.network.tap = note
         await played.run()
         owner = played.exchanges["A"].results
         own = [part for part in owner.parts if part.contributors == (0,)]
         assert own
         assert not any(part.reducer == 0 for part in owner.parts)
         updates = sum(part.encoded_bytes for part in owner.parts if 0 in part.contributors)
-        assert updates <= played.endpoints["A"].sent[PUSH] < 2 * updates, "with signatures, but not three copies"
+        assert sum(pushed) == updates, "one copy, not three"
         others = sum(part.encoded_bytes for part in owner.parts if part.contributors != (0,))
         digests = 110 * len(owner.parts)
         assert others <= played.endpoints["A"].received[PULL] < others + digests
@@ -650,7 +657,7 @@ def test_among_many_members_one_that_lives_and_pushes_nothing_more_is_left_out_s
         names = [f"{i:02d}" for i in range(24)]
         tarpit, others = names[0], names[1:]
         plan = make_plan_of([member(name, 10, SHARED_ONLY, 0.0 if name == tarpit else 12.5e6) for name in names])
-        played = await Round.open(plan, random_updates(plan, layout=layout), timeout_s=900.0, layout=layout, part_bytes=2**14)
+        played = await Round.open(plan, random_updates(plan, layout=layout), timeout_s=900.0, layout=layout, part_bytes=4096)
 
         async def dawdle(part: Part) -> None:
             async with played.endpoints[tarpit].stream(names[part.reducer], PUSH) as stream:

@@ -18,7 +18,7 @@ from observed_events import FIRST_COMMIT, OWNERS, ROUNDS, Clock, assembly, commi
 from rich.console import Console
 
 from spes_p2p.errors import UserError
-from spes_p2p.messages.presence import PeerStatus, RoundRecord
+from spes_p2p.messages.presence import PeerStatus
 from spes_p2p.observe.console import HEARTBEAT_S, RoundLog
 from spes_p2p.observe.events import (
     BEFORE_TRAINING,
