@@ -61,6 +61,8 @@ class Arm(Section):
     """Text of each peer: all domains, or one domain per peer."""
     donors: Literal["base", "aggregate"] = "base"
     """Which experts a merge compares: those of the base before the round, or, as SPES does, of the one after it."""
+    error_buffer: bool = False
+    """SparseLoCo's error feedback for the shared weights (`ledgers.py`)."""
     attack: AttackKind | None = None
     attackers: Count = 1
     """Peers that attack, the last ones by number, if there is an `attack`."""
@@ -164,6 +166,8 @@ class Run:
             unusual.append(f"tested on {self.experiment.test_samples}")
         if self.arm.donors != "base":
             unusual.append(f"donors of the {self.arm.donors}")
+        if self.arm.error_buffer:
+            unusual.append("error buffer")
         if self.arm.attack is not None:
             unusual += [self.arm.attack, self.arm.attackers]
         if self.arm.first is not None:

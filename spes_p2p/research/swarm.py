@@ -10,8 +10,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -40,6 +40,7 @@ from spes_p2p.peer.life import Peer
 from spes_p2p.peer.node import Node
 from spes_p2p.research import probe
 from spes_p2p.research.donors import donors_of_the_aggregate
+from spes_p2p.research.ledgers import decaying_error_buffers
 from spes_p2p.research.series import RoundSeries
 from spes_p2p.research.spec import Run
 from spes_p2p.research.text import Text
@@ -219,7 +220,8 @@ def train(run: Run, text: Text, keep: Callable[[State], None] = lambda base: Non
         base0 = _first_base_of(stage, watches[-1] if watches else None)
         watch = Watch(stage, stage.config, _judge(stage, base0, text), base0, config.training, first_step)
         readers = readers_of(run, text, first_step * config.training.batch_size * run.members)
-        run_virtual(_live(stage, stage.config, watch.layout, base0, readers, watch))
+        with _rules_of(stage):
+            run_virtual(_live(stage, stage.config, watch.layout, base0, readers, watch))
         watches.append(watch)
     last, peers = watches[-1], run.members
     keep(last.base[: layout.size])
@@ -243,6 +245,17 @@ def train(run: Run, text: Text, keep: Callable[[State], None] = lambda base: Non
         "rounds": _joined([watch.rounds for watch in watches], ("round", "step", "tokens")),
         "series": last.series.columns(),
     }
+
+
+@contextmanager
+def _rules_of(run: Run) -> Iterator[None]:
+    """Apply the arm's changes to the product's rules during the block."""
+    with ExitStack() as changes:
+        if run.arm.donors == "aggregate":
+            changes.enter_context(donors_of_the_aggregate())
+        if run.arm.error_buffer:
+            changes.enter_context(decaying_error_buffers())
+        yield
 
 
 def _first_base_of(stage: Run, before: Watch | None) -> State:
@@ -333,8 +346,7 @@ async def _live(
         peer = Peer(node, layout, make_trainer, Capacity(run.experts_per_peer), observer, lambda: b"", name)
         watch.peers[name] = peer
         lives.append(network.run_peer(name, peer.run()))
-    with donors_of_the_aggregate() if run.arm.donors == "aggregate" else nullcontext():
-        await asyncio.gather(*lives)
+    await asyncio.gather(*lives)
     helper.leave()
 
 
