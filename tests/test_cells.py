@@ -16,8 +16,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spes_p2p.errors import Refused, UserError
+from spes_p2p.messages.codec import pack
+from spes_p2p.messages.framing import Kind
 from spes_p2p.messages.methods import PULL, PUSH
-from spes_p2p.messages.rounds import Update
+from spes_p2p.messages.rounds import PullRequest, Update
 from spes_p2p.model.layout import Layout, TensorSpec
 from spes_p2p.net.rpc import Stream
 from spes_p2p.observe.events import ResultsChecked, RoundCommitted
@@ -25,7 +27,7 @@ from spes_p2p.peer.kept_inputs import Input
 from spes_p2p.peer.reducer import EncodedMean, Reducer
 from spes_p2p.rounds import cells
 from spes_p2p.rounds.cells import FLAT_MEMBERS, make_cells
-from spes_p2p.rounds.parts import Part, part_table, pulls, to_mask, traffic, weight
+from spes_p2p.rounds.parts import Part, from_mask, moved_parts, part_table, pulls, to_mask, traffic, weight
 from spes_p2p.rounds.planned import Member, Plan
 from spes_p2p.rounds.sums import check_contributors
 from spes_p2p.testing.memory_network import Frame, MemoryNetwork
@@ -251,6 +253,59 @@ def test_a_hub_that_lives_and_hands_on_nothing_costs_no_result() -> None:
                 assert all(played.exchanges[peer].results.verified(part) for peer in others)
 
     simulate(main)
+
+
+@pytest.mark.parametrize("others_lost", [0, 3])
+def test_when_a_reducer_is_lost_hubs_push_again_and_nobody_else(others_lost: int) -> None:
+    """And their means may have updates of members that were lost after they had pushed."""
+    members = members_of(64)
+    parts = part_table(LAYOUT, members, codecs("int4"), PART_BYTES)
+    before = next(part for part in parts if part.summing)
+    hub = next(hub for hub in before.summing if hub != before.reducer)
+    gone = [i for i in before.in_cell(hub) if i not in before.summing][:others_lost]
+    lost = tuple(sorted({before.reducer, *gone}))
+    for part in moved_parts(parts, members, lost, set(lost), 1).values():
+        assert part.reducer not in lost
+        if part.summing:
+            assert [i for i in range(64) if part.pushes(i)] == [i for i in part.summing if i != part.reducer]
+            for its in part.summing:
+                named = Update(part.index, 5, bytes(32), to_mask(parts[part.index].in_cell(its), 64), to_mask((), 64))
+                check_contributors(named, part, its, 64)
+
+
+def test_a_hub_may_be_as_slow_as_the_slowest_member_of_its_cell() -> None:
+    """Roots wait for means that come far more slowly than their hub's line allows."""
+
+    async def main() -> None:
+        members, network = list(members_of(40, 0, (1e7,))), MemoryNetwork(latency_s=0.05)
+        members[39] = replace(members[39], bandwidth=2e5)
+        network.set_bandwidth(members[39].peer, 1.4e5, 1e9)
+        plan, layout = make_plan_of(members), Layout([TensorSpec("embed", (2**11, 2**8), "shared")])
+        updates = random_updates(plan, layout=layout)
+        played = await Round.open(plan, updates, "none", network, timeout_s=600.0, layout=layout, part_bytes=2**14)
+        await played.run()
+        parts = played.empty().parts
+        assert not any(39 in part.hubs for part in parts)
+        assert all(played.exchanges["0000"].results.contributors(part) == part.contributors for part in parts)
+
+    simulate(main)
+
+
+def test_a_mask_that_does_not_fit_is_refused_and_one_is_read_in_linear_time() -> None:
+    async def main() -> None:
+        plan = large_plan()
+        played = await Round.open(plan, random_updates(plan), "int4")
+
+        async def ask() -> None:
+            async with played.endpoints["0001"].stream("0000", PULL) as stream:
+                await stream.send(pack(PullRequest(plan.id, parts=b"1" * 2**10)))
+                await stream.message(Kind.PART)
+
+        with pytest.raises(Refused, match="mask"):
+            await played.network.run_peer("0001", ask())
+
+    simulate(main)
+    assert len(from_mask(b"\xff" * 2**17)) == 2**20
 
 
 def test_a_hub_that_names_contributors_of_another_cell_is_refused() -> None:

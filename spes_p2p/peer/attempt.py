@@ -33,7 +33,6 @@ from spes_p2p.peer.replica import Replica
 from spes_p2p.peer.reporter import EventReporter
 from spes_p2p.peer.samples import AssignedSamples
 from spes_p2p.rounds.commit import own_manifests, staged_report
-from spes_p2p.rounds.parts import exchange_limit_s
 from spes_p2p.rounds.planned import Plan
 
 logger = logging.getLogger(__name__)
@@ -247,7 +246,7 @@ class RoundMember:
         if self._node.campaign.config.sync.overlap:
             self._coordinators.phase_begins_during(plan.round)
         exchange = await self._replica.open_exchange(plan)
-        self._patience.proposed(stream.remote, exchange_limit_s(exchange.results.parts, plan.members))
+        self._patience.proposed(stream.remote, exchange.timeout_s)
 
         async def complain(reducer: int, revision: int) -> None:
             await stream.send(pack(Stalled(plan.id, revision, reducer)), kind=Kind.STALLED)

@@ -31,6 +31,7 @@ class StagedReports:
         """`results`: the plan's, empty; it takes up the revisions."""
         self._round, self._sync = context.parent.round + 1, context.node.rules.config.sync
         self._members, self._identity = members, context.node.world.identity
+        self._run_blocking = context.node.world.run_blocking
         self.results = results
         self.staged: dict[int, Staged] = {}
         self._signed: dict[int, Signed] = {}
@@ -73,7 +74,9 @@ class StagedReports:
         return tuple(self._signed[index] for index in sorted(self.staged))
 
     def complain(self, index: int, stalled: Stalled) -> None:
-        """Take a member's complaint about a reducer."""
+        """Take a member's complaint about a reducer. Raises WireError for one that is no member."""
+        if stalled.reducer >= len(self.results.plan.members):
+            raise WireError("a complaint about another peer")
         if (stalled.plan, stalled.revision) == (self.results.plan.id, self.results.revision):
             self._complaints.setdefault(stalled.reducer, {}).setdefault(index, asyncio.get_running_loop().time())
             self._members.changed.set()
@@ -82,7 +85,8 @@ class StagedReports:
         """Wait for the report of every living member; move the parts of lost reducers to backups meanwhile."""
         loop = asyncio.get_running_loop()
         started = loop.time()
-        deadline = started + 2 * exchange_limit_s(self.results.parts, self.results.plan.members)
+        limit_s: float = await self._run_blocking(exchange_limit_s, self.results.parts, self.results.plan.members)
+        deadline = started + 2 * limit_s
         names = [member.peer for member in self.results.plan.members]
         half_at: float | None = None
         alive, changed = self._members.alive, self._members.changed
@@ -115,7 +119,7 @@ class StagedReports:
         """Return the reducers about which half of the members complain, and all that contribute to their parts, or for long.
 
         A reducer that waits for a slow contributor is not complained about by that one. In a round with cells, its neighbours
-        count in place of the members.
+        count in place of the members. Of several, those come first that wait for nobody themselves.
         """
         names, alive = [member.peer for member in self.results.plan.members], self._members.alive
         stalled = []
@@ -128,7 +132,8 @@ class StagedReports:
             by = [i for i in since.keys() & living if now - since[i] >= patience_s]
             if names[reducer] in alive and by and 2 * len(by) >= len(living):
                 stalled.append(reducer)
-        return stalled
+        waiting = {i for reducer, since in self._complaints.items() if names[reducer] in alive for i in since}
+        return [reducer for reducer in stalled if reducer not in waiting] or stalled
 
     def _drop(self, reducer: int) -> None:
         """Take a stalled reducer for lost, for the rest of this round too: its parts go to others, and the commit names it."""
@@ -160,6 +165,7 @@ class StagedReports:
     def _revise(self, lost: tuple[int, ...]) -> None:
         logger.info("round %d: %d reducers are lost, their parts go to others", self._round, len(lost))
         self.results.revise(lost)
+        self._complaints.clear()
         gone = {i for i, member in enumerate(self.results.plan.members) if member.peer not in self._members.alive}
         self.staged = {i: staged for i, staged in self.staged.items() if i in gone and i not in lost}
 

@@ -42,6 +42,7 @@ class Exchange:
         """`revision`: of the results' part table. Raises ValueError when this peer is no member of the plan."""
         self.results, self.plan, self.me, self.revision = context.results, context.plan, context.me, revision
         self._context = context
+        self.timeout_s = context.timeout_s
         self._update = SentUpdate(context)
         self._serving = Serving(context, revision)
         self._reducer = Reducer(context, self._update, self._serving, revision)

@@ -16,7 +16,7 @@ from spes_p2p.messages.rounds import Update
 from spes_p2p.net.rpc import RpcEndpoint
 from spes_p2p.peer.cell_means import CellMeans
 from spes_p2p.rounds.digest import content_digest
-from spes_p2p.rounds.parts import Part
+from spes_p2p.rounds.parts import Part, push_turns
 from spes_p2p.rounds.planned import Plan
 from spes_p2p.rounds.results import Results
 from spes_p2p.storage.scratch import Scratch, memory_scratch
@@ -66,6 +66,11 @@ class ExchangeContext:
     def others(self) -> list[int]:
         """Indices of the other members."""
         return [i for i in range(len(self.names)) if i != self.me]
+
+    @cached_property
+    def push_turns(self) -> dict[int, tuple[int, int]]:
+        """See `parts.push_turns`; of the plan's own table. Takes long in a large round: first used in a worker thread."""
+        return push_turns(self.results.table(0))
 
     def put(self, part: Part, revision: int, encoded: bytes | memoryview) -> None:
         """Store a result of this revision's part table, unless a later revision has moved its part."""

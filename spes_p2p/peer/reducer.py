@@ -28,15 +28,19 @@ from spes_p2p.peer.kept_inputs import Input, KeptInputs
 from spes_p2p.peer.part_frames import Deadline, read_update
 from spes_p2p.peer.serving import Serving
 from spes_p2p.rounds.digest import content_digest
-from spes_p2p.rounds.parts import Part, mask_bytes, push_turns, stall_rates, to_mask
+from spes_p2p.rounds.parts import Part, mask_bytes, stall_rates, to_mask
 from spes_p2p.rounds.plan import MAX_TOKENS
 from spes_p2p.rounds.reducer_residual import residual_key
 from spes_p2p.rounds.results import ABSENT
 from spes_p2p.rounds.sums import check_contributors, encode_mean, inputs_digest, make_mean, to_residual, weight_of
 from spes_p2p.storage.scratch import scratch_arrays
 
-PUSH_SHARE = 0.5
-"""Share of the exchange's time limit after which missing updates are left out, so that the results can still be pulled."""
+PUSH_SHARE, HUBS_SHARE = 0.5, 0.6
+"""Shares of the exchange's time limit after which missing updates and missing means of cells are left out, so that the results
+can still be pulled."""
+
+ANY_RATE = 1.0
+"""Bytes per second, for a sender that counts as stalled only when nothing comes."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +95,7 @@ class Reducer:
         self._deadlines: dict[int, Deadline] = {}
         """By contributor: the time until which more of its updates must arrive."""
         self._hubs = {hub for part in self._mine.values() for hub in part.summing}
-        self._turns, self._rates = push_turns(context.results.parts), stall_rates(context.plan.members)
+        self._turns, self._rates = context.push_turns, stall_rates(context.plan.members)
         self._closed: set[int] = set()
         """Keys of closed sums."""
         self._waiting: deque[Part] = deque()
@@ -137,7 +141,9 @@ class Reducer:
                 lost = {i for i in unheard if waited_s >= detector.bound(self.context.names[i])}
                 lost |= {i for i in self._pushing - {me} if clock() >= self._push_due_at(i, started)}
                 if waited_s >= PUSH_SHARE * self.context.timeout_s:
-                    lost |= set(self.context.others)
+                    lost |= set(self.context.others) - self._hubs
+                if waited_s >= HUBS_SHARE * self.context.timeout_s:
+                    lost |= self._hubs - {me}
                 self._lose(lost)
         finally:
             await end_tasks([taking])
@@ -165,7 +171,8 @@ class Reducer:
         own_s = self.context.endpoint.silence_s + self._turn_s(contributor)
         if contributor not in self._hubs:
             return own_s
-        return own_s + self.context.endpoint.silence_s + max(map(self._turn_s, self._turns))  # it waits for its cell as long
+        # Between two means for this root, a member of the hub's cell may send each of the hub's parts for the other roots.
+        return own_s + self.context.endpoint.silence_s + len(self._hubs) * max(map(self._turn_s, self._turns))
 
     def _turn_s(self, contributor: int) -> float:
         return self._turns.get(contributor, (0, 0))[1] / self._rates[contributor]
@@ -173,7 +180,8 @@ class Reducer:
     async def take_updates(self, stream: Stream, sender: int) -> None:
         """Take a contributor's updates of parts."""
         self._pushing.add(sender)
-        deadline = self._deadlines.setdefault(sender, Deadline(self._turns.get(sender, (0, 0))[0], self._rates[sender]))
+        rate = ANY_RATE if sender in self._hubs else self._rates[sender]  # a hub sends no faster than its slowest member
+        deadline = self._deadlines.setdefault(sender, Deadline(self._turns.get(sender, (0, 0))[0], rate))
         try:
             while (message := await stream.any_message()).kind != Kind.END:
                 deadline.extend(len(message.body), self._patience_s(sender))
@@ -295,6 +303,7 @@ class Reducer:
             self.new_residuals[residual_key(part, is_cell=True)] = self._means[part.index]
         body = updates[part.contributors[0]].body if mean is None else mean.encoded
         clipped = set() if mean is None else mean.clipped
+        tokens = min(tokens, MAX_TOKENS)
         return CellMean(Update(index, tokens, content_digest(body), self._mask(set(updates)), self._mask(clipped)), body)
 
     def _note_contributors(self, index: int, updates: Mapping[int, Input], clipped: set[int]) -> None:

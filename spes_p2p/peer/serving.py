@@ -12,7 +12,7 @@ from spes_p2p.messages.rounds import PullRequest
 from spes_p2p.net.rpc import Stream
 from spes_p2p.peer.exchange_context import ExchangeContext
 from spes_p2p.peer.part_frames import numbered
-from spes_p2p.rounds.parts import Part, from_mask, pulls
+from spes_p2p.rounds.parts import Part, mask_bytes, pulls
 
 
 class Serving:
@@ -50,6 +50,8 @@ class Serving:
 
     async def serve(self, stream: Stream, puller: int, request: PullRequest) -> None:
         """Send another member its results, then the manifests of their reducers."""
+        if request.parts and len(request.parts) != mask_bytes(len(self._context.results.parts)):
+            raise Refused(Code.MALFORMED, "a mask of other parts")
         its = self._of(puller, request.parts)
         left = {part.index for part in [part for part in its if pulls(part, puller)][request.lane :: request.lanes]}
         seen = 0
@@ -64,14 +66,14 @@ class Serving:
                 await stream.send(numbered(index), self._context.results.encoded.get(index, b""), kind=Kind.PART)
             seen += 1
         if request.lane == 0:
-            await self._send_manifests(stream, sorted({part.reducer for part in its}))
+            column = [part for part in self._mine if part.hubs] if request.parts else its
+            await self._send_manifests(stream, sorted({part.reducer for part in column}))
 
     def _of(self, puller: int, asked: bytes) -> list[Part]:
-        """Return the parts that a member gets here. `asked`: a mask of those that it wants since its own hub is lost."""
+        """Return the parts that a member gets here. `asked`: a mask of those that it wants because its own hub is lost."""
         if not asked:
             return [part for part in self._mine if part.parent(puller) == self._context.me]
-        wanted = set(from_mask(asked))
-        return [part for part in self._mine if part.index in wanted]
+        return [part for part in self._mine if part.hubs and asked[part.index >> 3] >> (part.index & 7) & 1]
 
     async def _send_manifests(self, stream: Stream, reducers: list[int]) -> None:
         for reducer in reducers:

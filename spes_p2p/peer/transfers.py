@@ -22,6 +22,7 @@ from spes_p2p.messages.framing import Kind
 from spes_p2p.messages.methods import PULL, PUSH
 from spes_p2p.messages.rounds import Manifest, PullRequest, Pushed, PushHeader, Update
 from spes_p2p.net.rpc import Stream
+from spes_p2p.net.tasks import end_tasks
 from spes_p2p.peer.exchange_context import ExchangeContext, SentUpdate, next_batch
 from spes_p2p.peer.part_frames import Deadline, numbered, read_part, weighted
 from spes_p2p.peer.serving import Serving
@@ -40,8 +41,8 @@ LANE_BYTES = 2**20
 WINDOW_BYTES, IN_FLIGHT_S = 2**18, 1.5
 """Bounds the time that the data in flight of all streams takes on the slower link: everything else queues behind it."""
 COMPLAINT_SILENCES = 2.0
-"""A member complains about a reducer after this many times `silence_s`, with cells after twice as many: reducers and hubs leave
-out silent contributors after one."""
+"""A member complains about a reducer after this many times `silence_s`: a reducer leaves out silent contributors after one.
+With cells after twice as many, since hubs wait for their cells first."""
 
 TellStalled = Callable[[int, int], Awaitable[None]]
 """Called with a reducer that lives and makes no progress, and the revision."""
@@ -61,14 +62,14 @@ class Transfers:
         self._pushes = {i: mine for i, its in self._handed.items() if (mine := [part for part in its if part.pushes(me)])}
         """By parent: the parts that this peer contributes to, or sums for its cell."""
         self._silences = COMPLAINT_SILENCES * (2 if any(part.hubs for part in parts) else 1)
-        self._streams: dict[int, list[Stream]] = {}
-        """By peer: the open streams in which results come."""
+        self._pulling: dict[int, set[asyncio.Task[bool]]] = {}
+        """By peer that is asked for results."""
         self._sent_to = {i: asyncio.Event() for i in self._pushes}
-        """By reducer; set when it has this peer's updates, or will not get them."""
+        """By parent; set when it has this peer's updates, or will not get them."""
         self._unsent = set(self._pushes)
         self._all_sent = asyncio.Event()
-        self._tasks: dict[int, list[asyncio.Task[None]]] = {}
-        """By reducer."""
+        self._pushing: dict[int, list[asyncio.Task[None]]] = {}
+        """By parent."""
         self._part_bytes = max((part.encoded_bytes for part in context.results.parts), default=0)
         self._rate = stall_rates(context.plan.members)[context.me]
         self._deadline: Deadline
@@ -80,14 +81,14 @@ class Transfers:
 
     def begin(self, tell_stalled: TellStalled) -> list[asyncio.Task[None]]:
         """Open all streams; return their tasks."""
+        tasks = []
         for i in sorted(self._handed):
-            transfers = [*self._pulls_from(i, tell_stalled)]
             if i in self._pushes:
-                transfers.insert(0, self._push_to(i))
-            self._tasks[i] = [asyncio.create_task(each) for each in transfers]
+                self._pushing[i] = [asyncio.create_task(self._push_to(i))]
+                tasks += self._pushing[i]
+            tasks += [asyncio.create_task(each) for each in self._pulls_from(i, tell_stalled)]
         if not self._pushes:
             self._all_sent.set()
-        tasks = list(chain(*self._tasks.values()))
         self._open_streams, self._deadline = len(tasks), Deadline(len(tasks), self._rate)
         pulled = (part for its in self._handed.values() for part in its if pulls(part, self._context.me))
         self._bytes_left = sum(part.encoded_bytes for part in chain(pulled, *self._pushes.values()))
@@ -97,9 +98,9 @@ class Transfers:
         return tasks
 
     def give_up(self, lost: Collection[int]) -> None:
-        """Cancel the transfers with these members."""
+        """Cancel the transfers with these members; what a hub would have handed on comes from others."""
         for member in lost:
-            for task in self._tasks.get(member, ()):
+            for task in (*self._pulling.get(member, ()), *self._pushing.get(member, ())):
                 task.cancel()
 
     def end(self) -> None:
@@ -108,7 +109,7 @@ class Transfers:
         self._all_sent.set()
         for sent in self._sent_to.values():
             sent.set()
-        self._tasks.clear()  # failed tasks refer back to this exchange: its files would wait to be collected
+        self._pushing.clear()  # failed tasks refer back to this exchange: its files would wait to be collected
 
     async def wait_until_sent_to(self, member: int) -> None:
         """Wait until this member has what this peer sends it, or all have if that is nothing; results wait no longer."""
@@ -134,14 +135,17 @@ class Transfers:
                 logger.info("nothing moves between %s and this peer", self._context.names[reducer][-6:])
                 await tell_stalled(reducer, self._context.results.revision)
                 if self._other_hubs(reducer):
-                    for stream in self._streams.get(reducer, ()):
-                        stream.break_off(PeerUnreachable(f"{self._context.names[reducer][-6:]} hands on nothing"))
+                    self._deadline = Deadline(self._open_streams, self._rate)
+                    self._moved(0)
+                    for pull in self._pulling.get(reducer, ()):
+                        pull.cancel()
 
     def stalled(self) -> set[int]:
         """Return the reducers that are not done, if nothing moves any more."""
         if self._deadline.at is None or asyncio.get_running_loop().time() < self._deadline.at:
             return set()
-        return {i for i, tasks in self._tasks.items() if any(not task.done() for task in tasks)}
+        streams = (*self._pulling.items(), *self._pushing.items())
+        return {peer for peer, tasks in streams if any(not task.done() for task in tasks)}
 
     def _moved(self, size: int) -> None:
         """Note that these bytes went to a reducer or came from one. The line may carry a part of each stream at once."""
@@ -164,7 +168,8 @@ class Transfers:
                 endpoint.upload.confirm(sum(part.encoded_bytes for part in self._pushes[reducer]), began, clock())
         except (PeerUnreachable, Refused, WireError) as error:
             logger.info("push to %s: %s", self._context.names[reducer][-6:], error)
-        self._has_sent(reducer)
+        finally:
+            self._has_sent(reducer)
 
     async def _send_updates(self, stream: Stream, parts: list[Part]) -> None:
         await stream.send(pack(PushHeader(self._context.plan.id, self._revision)))
@@ -223,39 +228,57 @@ class Transfers:
         self, parent: int, lane: int, lanes: int, wanted: dict[int, Part], tell_stalled: TellStalled
     ) -> None:
         """Pull the wanted parts (by index) from their parent, or what that does not give from hubs of other cells."""
-        in_lane, reducers = tuple(wanted), {part.reducer for part in self._handed[parent]}
+        in_lane = tuple(wanted)
+        missing = {part.reducer for part in self._handed[parent]} if lane == 0 else set[int]()
         try:
             plan, revision = self._context.plan.id, self._revision
             request = PullRequest(plan, revision, lane, lanes)
-            if await self._pull_from(parent, request, wanted, reducers, tell_stalled):
+            if await self._given_by(parent, request, wanted, missing, tell_stalled):
                 return
-            for hub in self._other_hubs(parent) if wanted else ():
-                asked = to_mask(tuple(wanted), len(self._context.results.parts))
-                if await self._pull_from(hub, PullRequest(plan, revision, parts=asked), wanted, reducers, tell_stalled):
+            for hub in self._other_hubs(parent):
+                if not wanted and not missing:
                     return
+                asked = {index: part for index, part in wanted.items() if hub in part.hubs}
+                for index in asked:
+                    del wanted[index]
+                mask = to_mask(tuple(asked), len(self._context.results.parts))
+                await self._given_by(hub, PullRequest(plan, revision, parts=mask), asked, missing, tell_stalled)
+                wanted |= asked
         finally:
             self._serving.settle(*in_lane)
-            if lane == 0:
-                for reducer in reducers:
-                    self._serving.settle_manifest(reducer)
+            for reducer in missing:
+                self._serving.settle_manifest(reducer)
+
+    async def _given_by(
+        self, peer: int, request: PullRequest, wanted: dict[int, Part], missing: set[int], tell_stalled: TellStalled
+    ) -> bool:
+        """As `_pull_from`; False, too, when the peer is given up meanwhile."""
+        pull = asyncio.ensure_future(self._pull_from(peer, request, wanted, missing, tell_stalled))
+        self._pulling.setdefault(peer, set()).add(pull)
+        try:
+            await asyncio.wait({pull})
+            return not pull.cancelled() and pull.result()
+        finally:
+            self._pulling[peer].discard(pull)
+            await end_tasks([pull])
 
     async def _pull_from(
-        self, peer: int, request: PullRequest, wanted: dict[int, Part], reducers: Collection[int], tell_stalled: TellStalled
+        self, peer: int, request: PullRequest, wanted: dict[int, Part], missing: set[int], tell_stalled: TellStalled
     ) -> bool:
-        """Pull from one peer; take what comes out of `wanted`. Return whether it gave all that it was asked for.
+        """Pull from one peer; take what comes out of `wanted` (by index). Return whether it gave all that it was asked for.
 
-        `reducers`: those whose manifests it may hand on.
+        `missing`: reducers whose manifests it may hand on; those that come are taken out.
         """
+        known = frozenset(missing)
         try:
             async with self._context.endpoint.stream(self._context.names[peer], PULL) as stream:
-                self._streams.setdefault(peer, []).append(stream)
                 await stream.send(pack(request))
                 for _ in range(len(wanted)):
                     message = await stream.message_view(Kind.PART)
                     self._moved(len(message))
                     self._serving.settle(self._store(message, wanted))
                 while request.lane == 0 and (manifest := await stream.receive(Kind.MANIFEST)) is not None:
-                    self._take_manifest(reducers, manifest)
+                    missing.discard(self._take_manifest(known, manifest))
             return True
         except (PeerUnreachable, Refused, WireError) as error:
             logger.info("pull from %s: %s", self._context.names[peer][-6:], error)
@@ -266,7 +289,8 @@ class Transfers:
 
     def _other_hubs(self, parent: int) -> list[int]:
         """Return the hubs of other cells that hand on the results of this hub, the next cell's first."""
-        part = next((part for part in self._handed[parent] if parent in part.hubs and part.reducer != parent), None)
+        handed = self._handed.get(parent, ())
+        part = next((part for part in handed if parent in part.hubs and part.reducer != parent), None)
         if part is None:
             return []
         place, me = part.hubs.index(parent), self._context.me
@@ -286,9 +310,10 @@ class Transfers:
             self._context.put(part, part.revision, body)
         return index
 
-    def _take_manifest(self, reducers: Collection[int], message: bytes) -> None:
+    def _take_manifest(self, reducers: Collection[int], message: bytes) -> int:
         manifest = unpack(Manifest, message)
         if manifest.revision != self._revision or manifest.reducer not in reducers:
             raise WireError("a manifest of another reducer")
         self._context.results.add_manifest(manifest)
         self._serving.settle_manifest(manifest.reducer)
+        return manifest.reducer

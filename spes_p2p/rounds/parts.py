@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
@@ -75,8 +76,9 @@ class Part:
         return self.reducer if hub == member else hub
 
     def pushes(self, member: int) -> bool:
-        """Return whether the member pushes its update, or its cell's mean, to its parent."""
-        return member != self.reducer and (member in self.contributors or member in self.summing)
+        """Return whether the member pushes its update, or its cell's mean, to its parent; in a revision hubs have the means."""
+        pushers = self.summing if self.revision and self.summing else (*self.contributors, *self.summing)
+        return member != self.reducer and member in pushers
 
     def in_cell(self, hub: int) -> tuple[int, ...]:
         """Return the contributors in the cell of this hub."""
@@ -176,9 +178,10 @@ def traffic(parts: Sequence[Part], members: int) -> tuple[list[int], list[int]]:
     """Return by member the bytes that it sends and receives in an exchange of these parts. `members`: their number."""
     up, down = [0] * members, [0] * members
     for part, size in _alike(parts):
+        pushers = {*part.contributors, *part.summing} - {part.reducer}
         for member in range(members):
             parent = part.parent(member)
-            if part.pushes(member):
+            if member in pushers:
                 up[member] += size
                 down[parent] += size
             if pulls(part, member):
@@ -187,13 +190,13 @@ def traffic(parts: Sequence[Part], members: int) -> tuple[list[int], list[int]]:
     return up, down
 
 
-def _alike(parts: Sequence[Part]) -> list[tuple[Part, int]]:
-    """Return one part of each kind, which takes the same way through the same members, and the bytes of all of its kind."""
+def _alike(parts: Sequence[Part], together: Callable[[int, int], int] = operator.add) -> list[tuple[Part, int]]:
+    """Return one part of each kind, which takes the same way through the same members, and the bytes of its kind together."""
     found: dict[tuple[object, ...], tuple[Part, int]] = {}
     for part in parts:
         way = part.contributors, part.reducer, part.hubs, part.summing
         size = found[way][1] if way in found else 0
-        found[way] = part, size + part.encoded_bytes
+        found[way] = part, together(size, part.encoded_bytes)
     return list(found.values())
 
 
@@ -225,10 +228,10 @@ def push_turns(parts: Sequence[Part]) -> dict[int, tuple[int, int]]:
     A contributor pushes to all of them at once, so for as long as these bytes take no part may be complete anywhere.
     """
     largest: dict[int, dict[int, int]] = {}
-    for part in parts:
+    for part, size in _alike(parts, max):
         for member in {*part.contributors, *part.summing} - {part.reducer}:
             to, parent = largest.setdefault(member, {}), part.parent(member)
-            to[parent] = max(part.encoded_bytes, to.get(parent, 0))
+            to[parent] = max(size, to.get(parent, 0))
     return {member: (len(to), sum(to.values())) for member, to in largest.items()}
 
 
@@ -237,8 +240,8 @@ def moved_parts(
 ) -> dict[int, Part]:
     """Move the parts of newly lost reducers to the members whose links are then least busy; return them by index.
 
-    Contributors push the same update again, to the new reducer, or the hubs that are left their cells' means, to one of them. A
-    part without remaining contributors is not moved, nor committed. `lost`: all members lost so far.
+    Contributors push the same update again, to the new reducer. With hubs, those that are left push their cells' means to one
+    of them. A part without remaining contributors is not moved, nor committed. `lost`: all members lost so far.
     """
     links, rooted = _Links(members, _reducers(members, lost)), Counter[int]()
     moved: dict[int, Part] = {}
@@ -246,23 +249,26 @@ def moved_parts(
         contributors = tuple(i for i in part.contributors if i not in lost)
         if part.reducer not in newly_lost or not contributors:
             continue
-        part = replace(part, contributors=contributors, revision=revision)
+        of_all, part = part.contributors, replace(part, contributors=contributors, revision=revision)
         if part.hubs:
-            moved |= _moved_in_column(part, lost, rooted)
+            moved |= _moved_in_column(part, of_all, lost, rooted)
         elif links.busy_s:
             moved[part.index] = replace(part, reducer=links.reduce(part, links.least_busy(part)))
     return moved
 
 
-def _moved_in_column(part: Part, lost: set[int], rooted: Counter[int]) -> dict[int, Part]:
+def _moved_in_column(part: Part, of_all: Sequence[int], lost: set[int], rooted: Counter[int]) -> dict[int, Part]:
     """Move a part to another hub of its column, if any is left; members of lost hubs' cells exchange with that one.
 
-    `rooted`: bytes by hub of the parts moved so far.
+    `of_all`: its contributors, lost or not. `rooted`: bytes by hub of the parts moved so far.
     """
     left = [hub for hub in part.hubs if hub not in lost]
     summing = tuple(hub for hub in part.summing if hub not in lost)
     if not left or (part.summing and not summing):
         return {}
+    if summing:  # their means may contain updates of members that were lost since
+        cells = {part.cell_of[hub] for hub in summing}
+        part = replace(part, contributors=tuple(i for i in of_all if part.cell_of[i] in cells))
     reducer = min(summing or left, key=lambda hub: (rooted[hub], hub))
     rooted[reducer] += part.encoded_bytes
     direct = {part.cell_of[i] for i in part.contributors} if not summing else set[int]()
@@ -362,8 +368,8 @@ class _Columns:
         """Return the parts with their reducers and hubs.
 
         A sole contributor that is a hub reduces its parts. In columns that are then busier than others it pushes some to the
-        hub of its cell in another column, and that column sends the copies. The values that a sparse codec leaves out of a
-        cell's mean would be lost: such a sum has no hubs.
+        hub of its cell in another column, and that column sends the copies. A sum over several cells in a sparse codec has no
+        hubs: what the codec leaves out of a cell's mean would be lost.
         """
         columns: dict[int, int] = {}
         own = [part for part in parts if len(part.contributors) == 1]
@@ -448,4 +454,4 @@ def to_mask(contributors: set[int] | tuple[int, ...], members: int) -> bytes:
 def from_mask(mask: bytes) -> tuple[int, ...]:
     """Return the members whose bit is set, ascending."""
     bits = int.from_bytes(mask, "little")
-    return tuple(i for i in range(8 * len(mask)) if bits >> i & 1)
+    return tuple(i for i, bit in enumerate(reversed(f"{bits:b}")) if bit == "1")

@@ -56,13 +56,15 @@ def make_mean(
 ) -> set[int]:
     """Write the clipped, token-weighted mean of a part to `mean`; return the members whose updates were clipped.
 
+    Means of cells are not clipped: their hubs have clipped, and cells differ in the number of contributors.
+
     `updates`: tokens and decoder, by member. They are summed in the order of the members, which matters to the bits.
     """
     order = sorted(updates)
     found = [
         Contribution(weight_of(part, members, i, updates[i][0], clips), updates[i][1], members[i].is_stranger) for i in order
     ]
-    return {order[place] for place in clipped_mean(found, mean, clips)}
+    return {order[place] for place in clipped_mean(found, mean, clips and not part.summing)}
 
 
 def added_residual(part: Part, mean: np.ndarray, residual: np.ndarray) -> np.ndarray:
