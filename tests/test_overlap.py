@@ -164,7 +164,7 @@ def test_a_round_that_is_shorter_than_a_phase_costs_no_time() -> None:
             network = MemoryNetwork(latency_s=0.05)
             swarm = VirtualSwarm(campaign(300, "none", sync={"overlap": overlap}), network=network)
             for name in "WABC":
-                network.set_bandwidth(name, 4000.0, 4000.0)
+                network.set_bandwidth(name, 8000.0, 8000.0)
             swarm.start_all()
             await swarm.until_round(2)
             started = asyncio.get_running_loop().time()
