@@ -157,7 +157,8 @@ class Inputs:
     """The signed updates from which a reducer made one result."""
 
     updates: Annotated[tuple[Signed, ...], MaxLen(MAX_MEMBERS)]
-    """For each contributor that the manifest names, in their order, a Pushed with its update; the reducer's own included."""
+    """For each contributor that the manifest names, in their order, a Pushed with its update; the reducer's own included. In a
+    round with cells: for each hub that names some of them, a Pushed with its cell's mean."""
 
 
 @dataclass(frozen=True)
