@@ -15,8 +15,6 @@ from typing import TYPE_CHECKING, Any
 from spes_p2p.campaign.answers import ROUNDS_AT_LEAST, SIZES, Answers, TextSource
 from spes_p2p.campaign.campaign_yaml import HELD_OUT, TOKENIZER_JSON, TOKENS_FOLDER, TRAIN, campaign_yaml, source_prefix
 from spes_p2p.campaign.files import CampaignFiles, read_campaign
-from spes_p2p.campaign.lines import Pace, paces, seconds_of_a_step
-from spes_p2p.campaign.room import Device, find_room
 from spes_p2p.config.campaign import CampaignConfig, parse_campaign_config
 from spes_p2p.config.model import CONFIG_JSON
 from spes_p2p.data.documents import read_documents, reader_of
@@ -29,6 +27,7 @@ from spes_p2p.messages.fields import MAX_EXPERTS, MAX_MEMBERS
 from spes_p2p.storage.files import require_writable, write_whole
 
 if TYPE_CHECKING:
+    from spes_p2p.campaign.lines import Pace
     from spes_p2p.campaign.start import Start
 
 CAMPAIGN_YAML = "campaign.yaml"
@@ -85,6 +84,9 @@ def make_campaign(answers: Answers, on_progress: Callable[[Progress], None] = la
 
 def _pace(answers: Answers, config: CampaignConfig, tokens: int) -> Pace:
     """Return the phase length and codecs for the trainers' lines, on cards of CARD_BYTES, with ROUNDS_AT_LEAST rounds."""
+    from spes_p2p.campaign.lines import paces, seconds_of_a_step  # needs torch, which takes seconds
+    from spes_p2p.campaign.room import Device, find_room
+
     room = find_room(config, Device("cuda", CARD_BYTES), "a trainer's card")
     step_tokens = answers.peers * config.training.batch_size * config.training.sequence_length
     longest = max(1, int(answers.epochs * tokens / step_tokens / ROUNDS_AT_LEAST))
