@@ -126,7 +126,7 @@ def test_an_honest_base_with_more_tokens_than_honest_peers_trained_and_attackers
 
 
 def run(seed: int, attack: AttackKind | None, loss: float | None, round_s: float, banned: int = 0) -> RunReport:
-    attacked = Attacked(attack, loss, 1000 if attack else 400, 7, banned, honest_banned=0)
+    attacked = Attacked(attack, loss, 1000 if attack else 400, 7, banned, honest_banned=0, banned_round=3 if banned else None)
     return RunReport(seed, Figures(round_s=[round_s]), (), {}, {}, attacked=attacked)
 
 
@@ -135,7 +135,8 @@ def test_each_attack_is_compared_with_the_clean_run_of_its_seed() -> None:
     found = attack_figures(runs)
     assert found["attacks"]["scale"] == {
         "lies": 14, "loss_over_clean": 1.5, "rounds_delayed_s_max": 1.0, "memory_over_clean_max": 600, "attackers_banned": 1,
-        "honest_banned": 0, "attackers_convicted": 0, "honest_failed": 0, "invariant_violations": 0,
+        "attackers_banned_round_max": 3, "honest_banned": 0, "attackers_convicted": 0, "honest_failed": 0,
+        "invariant_violations": 0,
     }
     assert (found["loss_over_clean"], found["attackers_banned"], found["honest_banned"]) == (1.5, 1, 0)
     unfinished = attack_figures([*runs, run(0, "zero", None, 6.0)])

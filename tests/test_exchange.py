@@ -29,7 +29,7 @@ from spes_p2p.peer.transfers import IN_FLIGHT_S, WINDOW_BYTES
 from spes_p2p.rounds.blockwise import Blockwise
 from spes_p2p.rounds.codecs import CODECS
 from spes_p2p.rounds.digest import content_digest
-from spes_p2p.rounds.parts import Part, to_mask
+from spes_p2p.rounds.parts import SLOWEST_BYTES_PER_S, Part, to_mask
 from spes_p2p.rounds.planned import Plan
 from spes_p2p.rounds.results import ABSENT
 from spes_p2p.testing.memory_network import Frame, MemoryNetwork
@@ -418,6 +418,35 @@ def test_a_member_that_is_too_slow_is_left_out_and_the_others_work_is_in() -> No
         expected = reference(plan, {**updates, "C": {}}, base())
         for part in late:
             np.testing.assert_allclose(new[part.start : part.stop], expected[part.start : part.stop], rtol=0, atol=1e-6)
+
+    simulate(main)
+
+
+@pytest.mark.parametrize("strangers_s", [0.0, 20.0])
+def test_a_stranger_on_the_slowest_line_holds_up_the_others_no_longer_than_a_share_of_the_round(strangers_s: float) -> None:
+    async def main() -> None:
+        experts = [TensorSpec(f"experts.{e}.gate_up_proj", (2, 2), "expert", 0, e) for e in range(4)]
+        layout, slow = Layout([TensorSpec("embed", (2048, 1024), "shared"), *experts]), SLOWEST_BYTES_PER_S
+        known = [member(name, 10, SHARED_ONLY, 1e9) for name in "AB"]
+        plan = make_plan_of([*known, replace(member("X", 10, SHARED_ONLY, slow), standing="newcomer")])
+        network = MemoryNetwork(latency_s=0.05)
+        network.set_bandwidth("X", slow, 1e9)
+        played = await Round.open(
+            plan, random_updates(plan, layout=layout), network=network, timeout_s=900.0, layout=layout, part_bytes=2**19,
+            strangers_s=strangers_s,
+        )
+        dripping = asyncio.ensure_future(played.run("X"))
+        await played.run("AB")
+        least_s = 8.0 * 2**20 / slow
+        waited_s = asyncio.get_running_loop().time()
+        assert strangers_s <= waited_s <= max(strangers_s, SILENCE_S) + 2.0 < least_s / 2
+        results = played.exchanges["A"].results
+        assert all(results.verified(part) for part in results.parts)
+        late = {results.contributors(part) for part in results.parts}
+        assert (0, 1) in late
+        assert ((0, 1, 2) in late) == (strangers_s > SILENCE_S), "what came in time is in"
+        dripping.cancel()
+        await asyncio.gather(dripping, return_exceptions=True)
 
     simulate(main)
 

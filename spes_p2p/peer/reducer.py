@@ -30,6 +30,7 @@ from spes_p2p.peer.serving import Serving
 from spes_p2p.rounds.digest import content_digest
 from spes_p2p.rounds.parts import Part, mask_bytes, stall_rates, to_mask
 from spes_p2p.rounds.plan import MAX_TOKENS
+from spes_p2p.rounds.planned import trusted
 from spes_p2p.rounds.reducer_residual import residual_key
 from spes_p2p.rounds.results import ABSENT
 from spes_p2p.rounds.sums import check_contributors, encode_mean, inputs_digest, make_mean, to_residual, weight_of
@@ -125,6 +126,8 @@ class Reducer:
         """Make all sums: each when its last update arrives or the sender is lost. Then write the manifest."""
         clock, detector = asyncio.get_running_loop().time, self.context.endpoint.detector
         started, me = clock(), self.context.me
+        strangers = set(range(len(self.context.names))) - trusted(self.context.plan.members)
+        known_s: float | None = None
         self._close_complete()
         taking = asyncio.create_task(self._take_own_cells())
         try:
@@ -140,6 +143,10 @@ class Reducer:
                 unheard = set().union(*self._awaited.values()) - self._pushing - self._lost
                 lost = {i for i in unheard if waited_s >= detector.bound(self.context.names[i])}
                 lost |= {i for i in self._pushing - {me} if clock() >= self._push_due_at(i, started)}
+                if known_s is None and not set().union(*self._awaited.values()) - strangers:
+                    known_s = waited_s
+                if known_s is not None and waited_s - known_s >= self._strangers_patience_s(known_s):
+                    lost |= strangers
                 if waited_s >= PUSH_SHARE * self.context.timeout_s:
                     lost |= set(self.context.others) - self._hubs
                 if waited_s >= HUBS_SHARE * self.context.timeout_s:
@@ -161,6 +168,10 @@ class Reducer:
                 self._awaited[key].discard(me)
                 if not self._awaited[key] and key not in self._closed:
                     self._close(key)
+
+    def _strangers_patience_s(self, known_s: float) -> float:
+        """Return how long to wait for strangers once all others have sent, after `known_s`: as long again, and `silence_s`."""
+        return max(known_s + self.context.endpoint.silence_s, self.context.strangers_s)
 
     def _push_due_at(self, contributor: int, started: float) -> float:
         deadline = self._deadlines.get(contributor)
