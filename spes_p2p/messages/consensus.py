@@ -231,7 +231,7 @@ class Served:
     peer: PeerId
     rounds: Annotated[int, Ge(0), Le(2**40)]
     """With its work."""
-    audits: Annotated[int, Ge(0), Le(2**40)]
+    audits: Annotated[int, Ge(0), Le(2**40)] = 0
     """Of its training, passed."""
 
 
