@@ -44,6 +44,9 @@ COMPLAINT_SILENCES = 2.0
 """A member complains about a reducer after this many times `silence_s`: a reducer leaves out silent contributors after one.
 With cells after twice as many, since hubs wait for their cells first."""
 
+SIGN_AFTER = 0.25
+"""On a slow line, sign after this share of `silence_s`: a reducer uses what is signed, and its members wait for that."""
+
 TellStalled = Callable[[int, int], Awaitable[None]]
 """Called with a reducer that lives and makes no progress, and the revision."""
 
@@ -70,6 +73,8 @@ class Transfers:
         self._all_sent = asyncio.Event()
         self._pushing: dict[int, list[asyncio.Task[None]]] = {}
         """By parent."""
+        self._signed_at: dict[Stream, float] = {}
+        """Loop time of the last signature, or of the first update."""
         self._part_bytes = max((part.encoded_bytes for part in context.results.parts), default=0)
         self._rate = stall_rates(context.plan.members)[context.me]
         self._deadline: Deadline
@@ -114,6 +119,7 @@ class Transfers:
         self._all_sent.set()
         for sent in self._sent_to.values():
             sent.set()
+        self._signed_at.clear()
         self._pushing.clear()  # failed tasks refer back to this exchange: its files would wait to be collected
 
     async def wait_until_sent_to(self, member: int) -> None:
@@ -198,10 +204,12 @@ class Transfers:
         """Send one update or cell's mean, and the signature if it is due; return the updates that are without one."""
         await stream.send(numbered(update.part), weighted(update.tokens), body, kind=Kind.PART)
         self._moved(len(body))
-        unsigned = [*unsigned, update]
-        if len(unsigned) < UPDATES_PER_SIGNATURE:
+        unsigned, now = [*unsigned, update], asyncio.get_running_loop().time()
+        waited_s = now - self._signed_at.setdefault(stream, now)
+        if len(unsigned) < UPDATES_PER_SIGNATURE and waited_s < SIGN_AFTER * self.context.endpoint.silence_s:
             return unsigned
         await self._send_signature(stream, unsigned)
+        self._signed_at[stream] = now
         return []
 
     async def _send_signature(self, stream: Stream, updates: list[Update]) -> None:
