@@ -127,6 +127,8 @@ class Announcement(Extensible):
     """Digest of the optimizer's state before the phase, to which it commits where phases are audited; empty: not kept."""
     audited: Annotated[tuple[Audited, ...], MaxLen(MAX_AUDITS)] = ()
     """This member's audits of others that no commit has yet."""
+    near: Mask = b""
+    """Members of the last commit to which it lately sent about as fast as to any (`rounds/regions.py`)."""
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,8 @@ from spes_p2p.rounds.claims import bounded_strangers, clamped
 from spes_p2p.rounds.gate import barred
 from spes_p2p.rounds.merge import merge_alpha
 from spes_p2p.rounds.ownership import Owners, assign_experts, guard_experts
-from spes_p2p.rounds.planned import Assignment, Member, Merge, Plan, pacemakers
+from spes_p2p.rounds.planned import Assignment, Member, Merge, Place, Plan, pacemakers
+from spes_p2p.rounds.regions import regions_of
 from spes_p2p.rounds.schedule import scheduled
 
 MAX_TOKENS, MAX_RATE = 2**48, 1e15
@@ -104,8 +105,9 @@ def make_plan(
     peers = sorted(announcements)
     idle = barred(recent) | still_convicted(recent)
     announcements = _without_work(announcements, idle)
+    places = regions_of(announcements, commit.members, commit.round + 1)
     members = tuple(
-        _member(peer, announcements[peer], commit, rules, rounds_served.get(peer, 0)) for peer in peers
+        _member(peer, announcements[peer], commit, rules, rounds_served.get(peer, 0), places[peer]) for peer in peers
     )
     if config.sync.bound_influence:
         members = bounded_strangers(members)
@@ -170,7 +172,7 @@ def _owners(
     return owners if len(vouched) == len(members) else guard_experts(owners, capacities, last, redundancy, vouched, proven)
 
 
-def _member(peer: str, announced: Announcement, commit: Commit, rules: Rules, rounds_served: int) -> Member:
+def _member(peer: str, announced: Announcement, commit: Commit, rules: Rules, rounds_served: int, place: Place) -> Member:
     """Return the plan's record of an announcement. A newcomer's tokens count up to a bound."""
     config, training = rules.config, rules.training(commit.control, commit.round + 1)
     standing = standing_of(config.admission, peer, announced.invitation, commit.helpers, rounds_served)
@@ -179,7 +181,9 @@ def _member(peer: str, announced: Announcement, commit: Commit, rules: Rules, ro
     if standing == "newcomer" and tokens > most:
         routed = tuple(-(-each * most // tokens) for each in routed)
         tokens = most
-    return Member(peer, tokens, routed, announced.bandwidth, announced.trains, standing, announced.name, announced.team)
+    return Member(
+        peer, tokens, routed, announced.bandwidth, announced.trains, standing, announced.name, announced.team, place
+    )
 
 
 def local_steps(sync_steps: int, tokens_per_second: Mapping[str, float], pace: Collection[str]) -> dict[str, int]:
