@@ -20,7 +20,7 @@ from spes_p2p.client.dashboard.server import serving
 from spes_p2p.client.dashboard.webhook import HOLD_S, Notices, post_alerts
 from spes_p2p.config.addresses import check_webhook
 from spes_p2p.errors import UserError
-from spes_p2p.observe.status import gather
+from spes_p2p.observe.swarm_status import gather
 
 EXPERTS = Alert("experts_without_owner", "warning", "no peer trains expert 3")
 ROUND_S = 21.0

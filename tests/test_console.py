@@ -29,7 +29,7 @@ from spes_p2p.observe.events import (
     to_all,
 )
 from spes_p2p.observe.progress import ProgressLine
-from spes_p2p.observe.status import gather
+from spes_p2p.observe.swarm_status import gather
 
 ELECTORS = ("helper", "peer-aaaaaa", "peer-bbbbbb")
 

@@ -26,7 +26,7 @@ from spes_p2p.config.campaign import load_campaign_config
 from spes_p2p.errors import UserError
 from spes_p2p.messages.consensus import Change, Control
 from spes_p2p.messages.presence import HistoryPage, Named
-from spes_p2p.observe.status import swarm_status
+from spes_p2p.observe.swarm_status import swarm_status
 
 CONFIG = load_campaign_config(Path(__file__).parents[1] / "configs/test.yaml")
 NOBODY = "/ip4/127.0.0.1/tcp/9/p2p/QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"

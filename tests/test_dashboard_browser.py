@@ -27,7 +27,7 @@ from spes_p2p.config.campaign import load_campaign_config
 from spes_p2p.messages.presence import PeerStatus
 from spes_p2p.net.identity import RSAIdentity
 from spes_p2p.net.tasks import beside
-from spes_p2p.observe.status import gather
+from spes_p2p.observe.swarm_status import gather
 from spes_p2p.session.own_state import OwnState, StateFile, is_pause_ordered
 
 playwright = pytest.importorskip("playwright.async_api", reason="needs playwright (pip install playwright)")

@@ -24,9 +24,9 @@ from spes_p2p.errors import PeerUnreachable, Refused, UserError
 from spes_p2p.messages.framing import HEADER, MAX_FRAME_BYTES, Kind, Message
 from spes_p2p.net import die_with_parent
 from spes_p2p.net.byte_stream import ByteStream
+from spes_p2p.net.daemon_process import is_any_listening
 from spes_p2p.net.interfaces import MAX_RECORD_BYTES, Channel
 from spes_p2p.net.libp2p import Libp2p, start_libp2p
-from spes_p2p.net.p2pd import is_any_listening
 from spes_p2p.net.transport import PROTOCOL_PREFIX
 
 pytestmark = pytest.mark.network
@@ -363,7 +363,7 @@ def test_unreachable_initial_peers_and_identities_in_use_are_said(tmp_path: Path
 def test_an_address_that_drops_packets_counts_as_dead_and_does_not_delay_one_that_answers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("spes_p2p.net.p2pd.ANSWER_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("spes_p2p.net.daemon_process.ANSWER_TIMEOUT_S", 0.2)
     with socket.socket() as silent, socket.socket() as first, socket.socket() as second, socket.socket() as living:
         silent.bind(("127.0.0.1", 0))
         silent.listen(0)
@@ -374,7 +374,7 @@ def test_an_address_that_drops_packets_counts_as_dead_and_does_not_delay_one_tha
         living.listen()
         dead, alive = (f"/ip4/127.0.0.1/tcp/{each.getsockname()[1]}/p2p/Qm" for each in (silent, living))
         assert not run(is_any_listening([dead]))
-        monkeypatch.setattr("spes_p2p.net.p2pd.ANSWER_TIMEOUT_S", COMMAND_TIMEOUT_S)
+        monkeypatch.setattr("spes_p2p.net.daemon_process.ANSWER_TIMEOUT_S", COMMAND_TIMEOUT_S)
         assert run(is_any_listening([dead, alive]))
 
 

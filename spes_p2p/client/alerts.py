@@ -12,7 +12,7 @@ from typing import Any
 
 from spes_p2p.messages.presence import PeerStatus, RoundRecord
 from spes_p2p.observe.json_values import to_json
-from spes_p2p.observe.status import SwarmStatus, gather, holds_rounds_up, swarm_status
+from spes_p2p.observe.swarm_status import SwarmStatus, gather, holds_rounds_up, swarm_status
 from spes_p2p.observe.units import counted, human_count, human_indices, human_loss, human_seconds, short_peer
 from spes_p2p.rounds.runaway import HeldOut, course_of
 

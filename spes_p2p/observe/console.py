@@ -11,7 +11,8 @@ from spes_p2p.messages.presence import PeerStatus, RoundRecord
 from spes_p2p.observe import events
 from spes_p2p.observe.events import BEFORE_TRAINING, BaseRestored, Event, RoundCommitted
 from spes_p2p.observe.log import EVENT
-from spes_p2p.observe.status import StatusBoard, gather, holds_rounds_up, sync_seconds
+from spes_p2p.observe.status import StatusBoard
+from spes_p2p.observe.swarm_status import gather, holds_rounds_up, sync_seconds
 from spes_p2p.observe.units import (
     counted,
     human_bytes,

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from spes_p2p.messages.presence import PeerStatus
-from spes_p2p.observe.status import SwarmStatus, gather, sync_seconds
+from spes_p2p.observe.swarm_status import SwarmStatus, gather, sync_seconds
 from spes_p2p.observe.units import (
     UNKNOWN,
     counted,

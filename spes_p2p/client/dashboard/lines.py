@@ -9,7 +9,7 @@ from typing import Any
 
 from spes_p2p.messages.presence import PeerStatus, RoundRecord
 from spes_p2p.observe.json_values import to_json
-from spes_p2p.observe.status import holds_rounds_up
+from spes_p2p.observe.swarm_status import holds_rounds_up
 
 WAIT = "announce"
 """The stage in which a member waits until all members have announced that they are ready."""

@@ -20,7 +20,7 @@ from spes_p2p.messages.consensus import Control
 from spes_p2p.messages.presence import HistoryPage, PeerStatus, RoundRecord
 from spes_p2p.observe.json_values import to_json
 from spes_p2p.observe.rounds import Rounds, totals_of
-from spes_p2p.observe.status import gather
+from spes_p2p.observe.swarm_status import gather
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from spes_p2p.messages.consensus import Control
 from spes_p2p.messages.presence import Contribution, PeerStatus, RoundRecord
 from spes_p2p.observe.json_values import to_json
 from spes_p2p.observe.rounds import Totals
-from spes_p2p.observe.status import gather
+from spes_p2p.observe.swarm_status import gather
 
 MAX_POINTS = 600
 """Maximum number of points per curve; more are not visible."""
