@@ -20,7 +20,7 @@ from spes_p2p.client.dashboard.server import serving
 from spes_p2p.client.dashboard.webhook import HOLD_S, Notices, post_alerts
 from spes_p2p.config.addresses import check_webhook
 from spes_p2p.errors import UserError
-from spes_p2p.observe.swarm_status import gather
+from spes_p2p.observe.swarm_status import gather, slow_lines
 
 EXPERTS = Alert("experts_without_owner", "warning", "no peer trains expert 3")
 ROUND_S = 21.0
@@ -228,3 +228,25 @@ def test_a_line_that_rounds_wait_for_is_named_and_one_that_costs_little_is_not()
 
     assert measured(125e3, 8.0) == [("slow_line", "warning")]
     assert measured(125e3, 1.0) == measured(5e6, 8.0) == measured(0.0, 8.0) == []
+
+
+def test_a_line_near_the_bound_does_not_flap() -> None:
+    swarm = synthetic_swarm(4, 8, 10)
+    thin = swarm.statuses[0].peer_id
+
+    def looks(*measured: tuple[float, float]) -> list[bool]:
+        """Whether the line is slow at each look, by its upload in units of the bound and the seconds of an exchange."""
+        slow: tuple[str, ...] = ()
+        found = []
+        for upload, exchange_s in measured:
+            seconds = {"train": 10.0, "exchange": exchange_s}
+            first, *others = (replace(each, upload=12.5e6, round_seconds=seconds) for each in swarm.statuses)
+            statuses = [replace(first, upload=upload * 12.5e6 / 4), *others]
+            slow = slow_lines(statuses, slow)
+            found.append(slow == (thin,))
+            assert [each.kind for each in alerts(gather(statuses), swarm.records, swarm.now, slow)] == ["slow_line"] * len(slow)
+        return found
+
+    at_the_bound = ((1.1, 8.0), (0.9, 8.0), (1.1, 8.0), (1.9, 1.3), (2.1, 8.0), (1.1, 8.0))
+    assert looks(*at_the_bound) == [False, True, True, True, False, False]
+    assert looks((0.9, 2.6), (0.9, 1.3), (0.9, 1.2), (0.9, 2.4)) == [True, True, False, False]

@@ -207,7 +207,9 @@ class RoundLog:
             (f"trained {human_seconds(train_s)}{self._utilisation}" if train_s else "trained nothing") if trains else "",
             f"synced {human_seconds(sync_s)}, {human_bytes(event.sent_bytes)} up, {human_bytes(event.received_bytes)} down",
         ]
-        is_slow = trains and holds_rounds_up(event.upload, event.median_upload, status.round_seconds)
+        is_slow = trains and holds_rounds_up(
+            event.upload, event.median_upload, status.round_seconds, self._slow_rounds > 0
+        )
         self._slow_rounds = self._slow_rounds + 1 if is_slow else 0
         if self._slow_rounds > 1 and self._clock() - self._complained_at >= SLOW_LINK_EVERY_S:
             self._complained_at = self._clock()

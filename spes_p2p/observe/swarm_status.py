@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,8 @@ SLOW_LINE = 4.0
 """A line is slow if its upload is less than the median by this factor."""
 WAITING_SHARE = 0.25
 """Rounds that take less than this share of the training before them are not worth a remark."""
+STILL_SLOW = 0.5
+"""A line that was slow stays so down to this share of both bounds: measurements of a line at a bound would flap."""
 
 
 @dataclass(frozen=True)
@@ -165,10 +167,21 @@ def swarm_status(statuses: Sequence[PeerStatus]) -> dict[str, Any]:
     return document
 
 
-def holds_rounds_up(upload: float, median_upload: float, round_seconds: Mapping[str, float]) -> bool:
+def slow_lines(peers: Iterable[PeerStatus], before: Collection[str] = ()) -> tuple[str, ...]:
+    """Return the trainers whose lines hold rounds up, by what all measured themselves. `before`: those of the last look."""
+    measured = [peer for peer in peers if peer.role == "trainer" and peer.upload > 0]
+    if len(measured) < 2:
+        return ()
+    median = statistics.median(peer.upload for peer in measured)
+    return tuple(
+        peer.peer_id for peer in measured if holds_rounds_up(peer.upload, median, peer.round_seconds, peer.peer_id in before)
+    )
+
+
+def holds_rounds_up(upload: float, median_upload: float, round_seconds: Mapping[str, float], did_before: bool = False) -> bool:
     """Whether a line is much slower than the median, in bytes per second (0: unknown), where rounds take time worth saving."""
-    train_s = round_seconds.get("train", 0.0)
-    return 0 < SLOW_LINE * upload < median_upload and sync_seconds(round_seconds) > WAITING_SHARE * train_s
+    eased, train_s = STILL_SLOW if did_before else 1.0, round_seconds.get("train", 0.0)
+    return 0 < eased * SLOW_LINE * upload < median_upload and sync_seconds(round_seconds) > eased * WAITING_SHARE * train_s
 
 
 def sync_seconds(round_seconds: Mapping[str, float]) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -31,17 +31,19 @@ STAGES = ("train", "announce", "exchange", "commit", "apply")
 
 
 def swarm_view(
-    statuses: Sequence[PeerStatus], rounds: Mapping[str, Sequence[RoundRecord]], totals: Totals, now: float
+    statuses: Sequence[PeerStatus], rounds: Mapping[str, Sequence[RoundRecord]], totals: Totals, now: float,
+    slow: Collection[str] = (),
 ) -> dict[str, Any]:
     """Return the state of the swarm, with the field names of `status --json`.
 
-    `rounds`: each peer's own records of the last rounds, by the local clock. `now`: Unix time.
+    `rounds`: each peer's own records of the last rounds, by the local clock. `now`: Unix time. `slow`: the trainers whose
+    lines hold rounds up.
     """
     swarm, totals = gather(statuses), totals.named_by(statuses)
     places = {status.peer_id: place for place, status in enumerate(swarm.peers)}
     tokens = {each.peer: each.tokens for each in totals.contributions}
     steps = {each.peer: each.expert_steps for each in totals.contributions}
-    of_lines = lines(swarm.peers, rounds)
+    of_lines = lines(swarm.peers, rounds, slow)
     document: dict[str, Any] = to_json(replace(swarm, peers=(), owners=(), audits={}))
     document["peers"] = [
         {
