@@ -324,7 +324,7 @@ def test_a_used_port_is_named() -> None:
         ([NOBODY, "--port", "99999"], "--port 99999: must be 0 to 65535"),
         ([NOBODY, "--port", "many"], "--port"),
         ([], "Missing argument"),
-        ([NOBODY, "--host", "no.such.host.invalid", "--port", "0"], "no.such.host.invalid"),
+        ([NOBODY, "--host", "no.such.host.invalid", "--port", "0"], "--host no.such.host.invalid: not an address"),
     ],
 )
 def test_what_a_user_gets_wrong_is_one_line(arguments: list[str], expected: str) -> None:
