@@ -55,6 +55,10 @@ def cannot_listen(host: str, port: int, error: OSError, option: str = "") -> Use
     return UserError(f"--{option}port {port}: cannot listen on {host}:{port} ({why}); choose another --{option}port")
 
 
+class UnusableUrl(Exception):
+    """A URL answers with something that only its owner can fix."""
+
+
 class PeerUnreachable(Exception):
     """A peer refused or reset the connection, or was silent for too long."""
 

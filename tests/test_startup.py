@@ -37,7 +37,7 @@ def imported_by(program: str) -> set[str]:
     [
         ("spes_p2p.cli.volunteer", FOR_STATUS | {"hivemind", "pydantic", "rich.console"}),
         ("spes_p2p.client.status", FOR_STATUS | {"hivemind.p2p"}),
-        ("spes_p2p.session.run", HEAVY),
+        ("spes_p2p.session.run", HEAVY | {"aiohttp", "fsspec"}),
         ("spes_p2p.client.report", HEAVY),
         ("spes_p2p.client.export", HEAVY),
     ],
