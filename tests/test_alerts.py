@@ -63,6 +63,17 @@ def test_electors_are_near_a_minority_when_one_more_stops_decisions(electors: in
     assert found(changed(swarm, electorate=electorate)) == ([("electors_missing", severity)] if severity else [])
 
 
+def test_a_swarm_without_trainers_is_asleep_and_misses_no_elector() -> None:
+    swarm = synthetic_swarm(3, 4, 12)
+    away = [status.peer_id for status in swarm.statuses if status.role == "trainer"]
+    helper = replace(swarm.statuses[0], peer_id="Qm" + "h" * 44, role="helper", electorate=tuple(away))
+    asleep = replace(swarm, statuses=[helper])
+    assert found(asleep) == found(asleep, 1e4) == [("no_trainers", "critical")]
+    assert found(changed(asleep, state="stopped")) == []
+    done = changed(asleep, round=helper.total_rounds)
+    assert found(done) == []
+
+
 def test_no_round_for_three_usual_ones_and_five_minutes() -> None:
     swarm = synthetic_swarm(4, 8, 30)
     last = swarm.now - swarm.records[-1].time

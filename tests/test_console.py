@@ -145,6 +145,9 @@ def test_missing_electors_are_named_and_a_lost_majority_is_said() -> None:
     assert gather([one]).majority_missing
     assert "2 of 3 electors do not answer (helper, bbbbbb); rounds wait until a majority is back" in shown([one], width=200)
     assert "electors" not in shown([one, helper, status_after(commit(5), seen, peer_id="peer-bbbbbb")])
+    asleep = shown([replace(one, peer_id="helper", role="helper")])
+    assert "! no trainer is here; rounds go on when one joins" in asleep
+    assert "electors" not in asleep
 
 
 def test_time_in_a_phase_is_counted_from_its_beginning() -> None:

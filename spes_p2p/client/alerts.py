@@ -17,7 +17,8 @@ from spes_p2p.observe.units import counted, human_count, human_indices, human_lo
 from spes_p2p.rounds.runaway import HeldOut, course_of
 
 KINDS = (
-    "nobody_answers", "loss_runs_away", "electors_missing", "no_round", "experts_without_owner", "bases_differ", "slow_line",
+    "nobody_answers", "loss_runs_away", "no_trainers", "electors_missing", "no_round", "experts_without_owner", "bases_differ",
+    "slow_line",
 )
 PACE_ROUNDS, USUAL_ROUNDS, PATIENCE_S = 8, 3, 300.0
 """No round for three times the median of the last eight and five minutes: the bound of SpesRoundsStalled in alerts.yml."""
@@ -35,6 +36,7 @@ class Alert:
 
 
 NOBODY_ANSWERS = Alert("nobody_answers", "critical", "no peer of the campaign answers")
+NO_TRAINERS = Alert("no_trainers", "critical", "no trainer is here; rounds go on when one joins")
 
 
 def alerts(
@@ -46,7 +48,7 @@ def alerts(
     """
     found = [_experts(swarm), _bases(swarm), _lines(swarm, were_slow)]
     if not swarm.done and swarm.state != "stopped":
-        found += [_loss(records), _electors(swarm), _stall(swarm, records, now)]
+        found += [_loss(records), *([NO_TRAINERS] if swarm.is_asleep else [_electors(swarm), _stall(swarm, records, now)])]
     return sorted((each for each in found if each is not None), key=lambda each: (each.severity, KINDS.index(each.kind)))
 
 

@@ -88,6 +88,11 @@ class SwarmStatus:
         return bool(self.electorate) and 2 * (len(self.electorate) - len(self.electors_missing)) <= len(self.electorate)
 
     @property
+    def is_asleep(self) -> bool:
+        """Whether all trainers are gone before the end: rounds go on when one joins."""
+        return self.assembled and not self.done and all(peer.role != "trainer" for peer in self.peers)
+
+    @property
     def done(self) -> bool:
         """Whether the campaign's last round is committed."""
         return self.assembled and self.round >= self.total_rounds
