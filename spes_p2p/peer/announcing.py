@@ -7,8 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from spes_p2p.consensus.signed import sign
+from spes_p2p.messages.audits import Audited
 from spes_p2p.messages.consensus import Signed
-from spes_p2p.messages.rounds import Announcement, Audited, Unanswered
+from spes_p2p.messages.rounds import Announcement, Unanswered
 from spes_p2p.peer.node import Node
 from spes_p2p.peer.phases import PhaseRunner
 from spes_p2p.peer.replica import Replica
