@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import tracemalloc
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 from spes_p2p.config.campaign import parse_campaign
 from spes_p2p.config.model import ModelConfig, TransformersModel
 from spes_p2p.errors import UserError
-from spes_p2p.model.build import layout_of
+from spes_p2p.model.build import layout_of, transformers_config
 from spes_p2p.testing.simulate.swarm import campaign
 
 PUBLISHED = json.loads(campaign().canonical_json())
@@ -51,9 +52,20 @@ def test_sizes_have_maxima(model: dict[str, Any], problem: str) -> None:
     ("changes", "problem"), [
         ({"vocab_size": 2**22, "hidden_size": 2**20, "num_attention_heads": 1}, "parameters: must be at most"),
         ({"hidden_act": "none"}, "transformers refuses"),
+        ({"num_experts_per_tok": 5}, "num_experts_per_tok = 5: must be 1 to its number of experts, 4"),
+        ({"num_experts_per_tok": 0}, "num_experts_per_tok = 0: must be 1 to its number of experts, 4"),
     ],
 )  # fmt: skip
 def test_a_model_that_cannot_be_built_is_refused_in_one_line(changes: dict[str, Any], problem: str) -> None:
     with pytest.raises(UserError, match=problem) as raised:
         layout_of(TransformersModel(config={**WHOLE, **changes}))
     assert "\n" not in str(raised.value)
+
+
+def test_what_transformers_warns_of_adds_no_line(caplog: pytest.LogCaptureFixture) -> None:
+    logging.getLogger("transformers").addHandler(caplog.handler)
+    try:
+        transformers_config(TransformersModel(config={**WHOLE, "eos_token_id": 10**5}))
+    finally:
+        logging.getLogger("transformers").removeHandler(caplog.handler)
+    assert caplog.messages == []

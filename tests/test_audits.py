@@ -21,9 +21,10 @@ from spes_p2p.consensus.admission import PROBATION_AUDITS, PROBATION_ROUNDS, Ser
 from spes_p2p.consensus.control import describe
 from spes_p2p.errors import UserError
 from spes_p2p.messages.admission import Standing
+from spes_p2p.messages.audits import Audited
 from spes_p2p.messages.consensus import Commit, Verdict, Workload
 from spes_p2p.messages.presence import PeerStatus
-from spes_p2p.messages.rounds import Announcement, Audited
+from spes_p2p.messages.rounds import Announcement
 from spes_p2p.net.interfaces import World
 from spes_p2p.observe.events import PhaseAudited, VerdictsTaken
 from spes_p2p.peer.kept_moments import KeptMoments

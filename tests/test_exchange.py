@@ -10,7 +10,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-from exchange_round import LAYOUT, PART_BYTES, SILENCE_S, Round, make_plan_of, member, random_updates, reference
+from exchange_round import (
+    LAYOUT,
+    PART_BYTES,
+    SILENCE_S,
+    Round,
+    make_plan_of,
+    member,
+    random_updates,
+    reference,
+    trained_and_accounted,
+)
 
 from spes_p2p.consensus.signed import sign
 from spes_p2p.errors import Refused
@@ -225,27 +235,7 @@ def test_over_rounds_the_base_moves_by_all_that_was_trained_but_for_pending_and_
     """Mean work of all rounds = applied + mean of what is pending + carried by the reducers, whatever a codec drops."""
 
     async def main() -> None:
-        plan = make_plan_of(MEMBERS[case])
-        pending: dict[str, dict[str, np.ndarray]] = {m.peer: {} for m in plan.members}
-        residuals: dict[str, dict[int, np.ndarray]] = {m.peer: {} for m in plan.members}
-        trained, now = base().astype(np.float64), base()
-        for seed in range(4):
-            work = random_updates(plan, seed)
-            trained = reference(plan, work, trained)
-            for peer, own in work.items():
-                pending[peer] = {name: pending[peer].get(name, 0) + update for name, update in own.items()}
-            played = await Round.open(plan, pending, codec, residuals=residuals)
-            await played.run()
-            now = played.new_base("A", played.commit(), now)
-            for peer, exchange in played.exchanges.items():
-                residuals[peer] = exchange.new_residuals
-                for part, sent in exchange.sent.values():
-                    values = taken(exchange.results, part, sent)
-                    pending[peer][part.group.name][part.start - part.group.start : part.stop - part.group.start] -= values
-        accounted = reference(plan, pending, now)
-        for each in residuals.values():
-            for start, dropped in each.items():
-                accounted[start : start + dropped.size] += dropped
+        trained, accounted = await trained_and_accounted(make_plan_of(MEMBERS[case]), codec, 4, base())
         np.testing.assert_allclose(accounted, trained, rtol=0, atol=2e-5)
 
     simulate(main)

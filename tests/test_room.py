@@ -240,6 +240,12 @@ def test_several_devices_divide_a_batch_and_each_holds_everything_else() -> None
     assert host_bytes(config, replace(on_host, ranks=4)).stored == 4 * host_bytes(config, on_host).stored
 
 
+def test_several_devices_of_which_none_holds_the_weights_are_refused_with_the_reason() -> None:
+    with pytest.raises(UserError, match=r"GB free in place of each of the 4: weights are not divided among devices") as one:
+        find_room(recipe("9b"), card(8, ranks=4), "free memory (cuda)")
+    assert "\n" not in str(one.value)
+
+
 @pytest.mark.parametrize(("batch", "ranks", "advice"), [(4, 3, "1, 2"), (16, 5, "1, 2, 4"), (1, 2, "1")])
 def test_devices_that_cannot_divide_a_batch_are_refused_in_one_line(batch: int, ranks: int, advice: str) -> None:
     config = tiny_campaign(training=tiny_training(batch_size=batch))

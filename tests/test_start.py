@@ -13,6 +13,7 @@ import huggingface_hub
 import numpy as np
 import pytest
 import torch
+import yaml
 from checkpoints import DENSE, MOE, make_checkpoint
 from network_swarm import call
 from round_trip import IDS, difference, export, keys_of, started
@@ -164,6 +165,20 @@ def test_what_cannot_be_a_beginning_is_refused_in_one_line(family: str, harm: An
     with pytest.raises(UserError, match=message) as refusal:
         find_start(str(tmp_path), tmp_path, None, None, None, None)
     assert "\n" not in str(refusal.value)
+
+
+def test_random_weights_of_a_family_that_cannot_be_trained_are_refused(tmp_path: Path) -> None:
+    make_checkpoint("olmoe", tmp_path)
+    ended = call("init", str(tmp_path / "made"), "--from", str(tmp_path), "--text", str(TEXT / "train/wordnet.jsonl"))
+    assert ended.code == 0, ended.stderr
+    edit_config(tmp_path / "made", model_type="granitemoe", logits_scaling=2.0, head_dim=8, num_local_experts=4)
+    path = tmp_path / "made/campaign.yaml"
+    fields = yaml.safe_load(path.read_text())
+    del fields["start"]
+    path.write_text(yaml.safe_dump(fields))
+    files = read_campaign(path)
+    with pytest.raises(UserError, match="logits_scaling: its logits are changed after the output head"):
+        base_0(files, np.empty(1, np.float32))
 
 
 def test_a_missing_shard_is_named(tmp_path: Path) -> None:

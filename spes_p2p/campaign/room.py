@@ -209,6 +209,8 @@ def nearest(config: CampaignConfig, device: Device, asked: Asked, owned: int) ->
             return f"{words} ({counted(number, 'expert')})"
     anything = replace(device, has_adamw8bit=True, host_memory=None)
     larger = f"a {device.kind} device with {human_bytes(_least_memory(config, anything, owned))} free"
+    if device.ranks > 1:
+        larger += f" in place of each of the {device.ranks}: weights are not divided among devices"
     if owned > 0:
         return larger
     return f"{larger}; with {human_bytes(_least_memory(config, anything, 1))} it trains an expert"

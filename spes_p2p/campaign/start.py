@@ -111,11 +111,11 @@ def base_0(files: CampaignFiles, out: np.ndarray, checkpoint: Path | None = None
     `checkpoint`: folder of the checkpoint on this machine. Default: what the campaign file names.
     """
     config = files.campaign.config
+    check_family(config.model)
     if config.start is None:
         initial_state(config.model, out)
         return
     source = Checkpoint(checkpoint or locate(config.start.checkpoint, files.home))
-    check_family(config.model)
     if config.start.upcycle is None:
         checkpoint_state(config.model, source, out)
     else:

@@ -47,10 +47,14 @@ def transformers_config(model: ModelSection) -> PreTrainedConfig:
     if not known:
         raise UserError(f"model_type = {family!r}: no family of language models in transformers {transformers.__version__}; "
                         "use a checkpoint of another family, or a newer transformers")
+    verbosity = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity_error()  # what is wrong is refused here or later, in one line
     try:
         return CONFIG_MAPPING[family].from_dict(model.config_json)
     except Exception as error:  # families and the validation library raise their own types
         raise _refused(model, error) from None
+    finally:
+        transformers.logging.set_verbosity(verbosity)
 
 
 def empty_model(model: ModelSection) -> PreTrainedModel:
@@ -77,6 +81,9 @@ def layout_of(config: ModelSection) -> Layout:
     plain = layout_of_model(model)
     if plain.size > MAX_PARAMETERS:
         raise UserError(f"model: {plain.size} parameters: must be at most {MAX_PARAMETERS}; reduce its sizes")
+    top_k = getattr(model.config, "num_experts_per_tok", 1)
+    if not 1 <= top_k <= plain.num_experts:
+        raise UserError(f"model: num_experts_per_tok = {top_k}: must be 1 to its number of experts, {plain.num_experts}")
     if not config.moe_low_rank:
         return plain
     specs = [placed.spec for placed in plain.tensors]

@@ -28,7 +28,7 @@ from hivemind.utils import MSGPackSerializer
 from hivemind.utils.crypto import RSAPrivateKey
 from hivemind.utils.timed_storage import MAX_DHT_TIME_DISCREPANCY_SECONDS
 
-from spes_p2p.net.identity import RSAIdentity, peer_id_of_public_key
+from spes_p2p.net.identity import RSAIdentity, Visitor, peer_id_of_public_key
 from spes_p2p.net.interfaces import MAX_RECORD_BYTES
 from spes_p2p.net.limits import Allowance
 
@@ -56,8 +56,9 @@ _SUBKEY = re.compile(rb"\[owner:(ssh-rsa [A-Za-z0-9+/=]+)\]")
 class OwnedRecords(RSASignatureValidator):  # type: ignore[misc]
     """Takes only small records of admitted keys whose subkey names an RSA key that signed them, and that expire soon."""
 
-    def __init__(self, identity: RSAIdentity):
-        super().__init__(_hivemind_key(identity.private_key))
+    def __init__(self, identity: RSAIdentity | Visitor):
+        if isinstance(identity, RSAIdentity):  # a visitor stores nothing
+            super().__init__(_hivemind_key(identity.private_key))
         self._admitted: set[bytes] = set()
         self._checked: OrderedDict[tuple[bytes, bytes, bytes, float], bool] = OrderedDict()
         self._checks = Allowance(CHECKS_PER_S, CHECKS_BURST)

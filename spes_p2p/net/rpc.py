@@ -26,6 +26,7 @@ from spes_p2p.net.heartbeats import Heartbeats
 from spes_p2p.net.intake import Intake
 from spes_p2p.net.interfaces import Channel, Transport
 from spes_p2p.net.limits import UNLIMITED, Line
+from spes_p2p.net.nearness import Nearness
 from spes_p2p.net.pipe import pipe
 from spes_p2p.net.shares import STREAM_COST, Shares
 from spes_p2p.net.tasks import end_tasks
@@ -273,6 +274,7 @@ class RpcEndpoint:
         self.transport = transport
         self._line = line
         self.upload = Throughput(line.up.bytes_per_s if line.up is not None else None)
+        self.nearness = Nearness()
         self.detector = SilenceDetector(silence_s)
         self.shares = Shares()
         self.sent: Counter[str] = Counter()

@@ -20,10 +20,11 @@ from spes_p2p.consensus.admission import NO_SERVICE
 from spes_p2p.consensus.signed import read_signed
 from spes_p2p.content.pieces import BadPiece, Body, Content, Piece
 from spes_p2p.errors import Diverged, PeerUnreachable, Refused, UserError
+from spes_p2p.messages.audits import Audited
 from spes_p2p.messages.codec import WireError
 from spes_p2p.messages.consensus import Workload
 from spes_p2p.messages.fields import MAX_AUDITS
-from spes_p2p.messages.rounds import Announcement, Audited
+from spes_p2p.messages.rounds import Announcement
 from spes_p2p.model.layout import Placed
 from spes_p2p.observe.events import Observer, PhaseAudited
 from spes_p2p.peer.checking import Checking

@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections import deque
+import math
+from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator
 from functools import cached_property
 from itertools import chain
@@ -70,6 +71,8 @@ class Transfers:
         self._sent_to = {i: asyncio.Event() for i in self._pushes}
         """By parent; set when it has this peer's updates, or will not get them."""
         self._unsent = set(self._pushes)
+        self._bytes_to = Counter[int]()
+        """By parent: bytes of updates sent to it."""
         self._all_sent = asyncio.Event()
         self._pushing: dict[int, list[asyncio.Task[None]]] = {}
         """By parent."""
@@ -169,31 +172,37 @@ class Transfers:
         self._open_streams -= 1
 
     async def _push_to(self, reducer: int) -> None:
-        endpoint, clock = self.context.endpoint, asyncio.get_running_loop().time
+        endpoint, clock, name = self.context.endpoint, asyncio.get_running_loop().time, self.context.names[reducer]
+        began, is_confirmed = math.inf, False
         try:
-            async with endpoint.stream(self.context.names[reducer], PUSH) as stream:
+            async with endpoint.stream(name, PUSH) as stream:
                 began = clock()
-                await self._send_updates(stream, self._pushes[reducer])
+                await self._send_updates(stream, reducer)
                 self._has_sent(reducer)
                 await stream.message()
-                endpoint.upload.confirm(sum(part.encoded_bytes for part in self._pushes[reducer]), began, clock())
+                is_confirmed = True
+                endpoint.upload.confirm(self._bytes_to[reducer], began, clock())
         except (PeerUnreachable, Refused, WireError) as error:
-            logger.info("push to %s: %s", self.context.names[reducer][-6:], error)
+            logger.info("push to %s: %s", name[-6:], error)
         finally:
+            if not any(self.context.me in part.summing for part in self._pushes[reducer]):  # a hub waits for its cell
+                endpoint.nearness.note(name, self._bytes_to[reducer], clock() - began, is_confirmed)
             self._has_sent(reducer)
 
-    async def _send_updates(self, stream: Stream, parts: list[Part]) -> None:
+    async def _send_updates(self, stream: Stream, reducer: int) -> None:
         await stream.send(pack(PushHeader(self.context.plan.id, self._revision)))
-        me, unsigned = self.context.me, list[Update]()
+        me, unsigned, parts = self.context.me, list[Update](), self._pushes[reducer]
         waiting = deque(part for part in parts if me not in part.summing)
         while waiting:
             for each in await self._update.encode(next_batch(waiting)):
                 if not pulls(each.part, me):
                     self.context.put(each.part, self._revision, each.body)
                 unsigned = await self._send_update(stream, each.update, each.body, unsigned)
+                self._bytes_to[reducer] += len(each.body)
         for part in parts:
             if me in part.summing and (mean := await self.context.cell_means.get(part.index)) is not None:
                 unsigned = await self._send_update(stream, mean.update, mean.body, unsigned)
+                self._bytes_to[reducer] += len(mean.body)
         if unsigned:
             await self._send_signature(stream, unsigned)
         await stream.send(kind=Kind.END)

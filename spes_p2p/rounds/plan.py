@@ -25,7 +25,8 @@ from spes_p2p.rounds.claims import bounded_strangers, clamped
 from spes_p2p.rounds.gate import barred
 from spes_p2p.rounds.merge import merge_alpha
 from spes_p2p.rounds.ownership import Owners, assign_experts, guard_experts
-from spes_p2p.rounds.planned import Assignment, Member, Merge, Plan, pacemakers
+from spes_p2p.rounds.planned import Assignment, Member, Merge, Place, Plan, pacemakers
+from spes_p2p.rounds.regions import regions_of
 from spes_p2p.rounds.schedule import scheduled
 
 MAX_TOKENS, MAX_RATE = 2**48, 1e15
@@ -109,7 +110,8 @@ def make_plan(
     idle = barred(recent) | still_convicted(recent)
     announcements = _without_work(announcements, idle)
     standings = standings_of(announcements, recent, services, config)
-    members = tuple(_member(peer, announcements[peer], standings[peer], commit, rules) for peer in peers)
+    places = regions_of(announcements, commit.members, commit.round + 1)
+    members = tuple(_member(peer, announcements[peer], standings[peer], commit, rules, places[peer]) for peer in peers)
     if config.sync.bound_influence:
         members = bounded_strangers(members)
     verdicts = verdicts_of(announcements, members, recent) if are_audited(config) else ()
@@ -208,7 +210,9 @@ def crowded_out(standings: Mapping[str, Standing], services: Mapping[str, Servic
     return frozenset(sorted(newcomers, key=turn)[room:])
 
 
-def _member(peer: str, announced: Announcement, standing: Standing, commit: Commit, rules: Rules) -> Member:
+def _member(
+    peer: str, announced: Announcement, standing: Standing, commit: Commit, rules: Rules, place: Place
+) -> Member:
     """Return the plan's record of an announcement. A newcomer's tokens count up to a bound."""
     training = rules.training(commit.control, commit.round + 1)
     tokens, routed = announced.tokens, announced.routed
@@ -216,7 +220,9 @@ def _member(peer: str, announced: Announcement, standing: Standing, commit: Comm
     if standing == "newcomer" and tokens > most:
         routed = tuple(-(-each * most // tokens) for each in routed)
         tokens = most
-    return Member(peer, tokens, routed, announced.bandwidth, announced.trains, standing, announced.name, announced.team)
+    return Member(
+        peer, tokens, routed, announced.bandwidth, announced.trains, standing, announced.name, announced.team, place
+    )
 
 
 def local_steps(sync_steps: int, tokens_per_second: Mapping[str, float], pace: Collection[str]) -> dict[str, int]:

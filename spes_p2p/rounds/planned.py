@@ -13,6 +13,16 @@ from spes_p2p.messages.samples import Cursor, Interval
 
 
 @dataclass(frozen=True)
+class Place:
+    """Where a member belongs (`regions.py`)."""
+
+    region: int = 0
+    """All have the same where there are not several."""
+    is_guest: bool = False
+    """Whether it is in the region only for this round."""
+
+
+@dataclass(frozen=True)
 class Member:
     """A peer in the plan, with the weights of its contributions."""
 
@@ -27,6 +37,7 @@ class Member:
     """What it may do beyond training; among friends everything."""
     name: str = ""
     team: str = ""
+    place: Place = Place()
 
     @property
     def is_stranger(self) -> bool:
