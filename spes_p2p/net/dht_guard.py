@@ -145,7 +145,7 @@ class DHTGuard:
         now = asyncio.get_running_loop().time()
         if sender not in self._prefixes and now >= self._looked_at + ADDRESSES_EVERY_S:
             self._looked_at = now
-            self._prefixes = {peer: _prefix(seen) for peer, seen in (await self._addresses()).items()}
+            self._prefixes = {peer: network_of(seen) for peer, seen in (await self._addresses()).items()}
         prefix = self._prefixes.get(sender, "")
         if prefix and Counter(self._prefixes.get(owner or "", "") for owner in owners)[prefix] >= RECORDS_PER_PREFIX:
             raise ValueError("too many records from one network")
@@ -190,8 +190,8 @@ def owner_of_subkey(subkey: object) -> str | None:
     return peer_id_of_public_key(key) if isinstance(key, rsa.RSAPublicKey) else None
 
 
-def _prefix(addresses: Iterable[str]) -> str:
-    """Return the network from which a peer is connected; "" when it is this machine's or unknown."""
+def network_of(addresses: Iterable[str]) -> str:
+    """Return the network from which a peer is connected; "" when it is this machine's, a relay's, or unknown."""
     for address in addresses:
         parts = address.split("/")
         try:

@@ -31,6 +31,7 @@ from spes_p2p.config.addresses import (
     peer_of,
 )
 from spes_p2p.errors import PeerUnreachable, UserError
+from spes_p2p.net.connections import Connections
 from spes_p2p.net.daemon_process import StartedDaemon
 from spes_p2p.net.dht import DHTRegistry, join_dht
 from spes_p2p.net.identity import RSAIdentity, Visitor
@@ -68,7 +69,8 @@ class Libp2p:
         self.transport = Libp2pTransport(daemon, addresses)
         self.registry = registry
         self._daemon, self._node, self._lock = daemon, node, lock
-        self._keeping = asyncio.get_running_loop().create_task(self.transport.keep_addresses())
+        connections, loop = Connections(daemon.open_connections, daemon.close_connections), asyncio.get_running_loop()
+        self._keeping = [loop.create_task(each) for each in (self.transport.keep_addresses(), connections.keep_bounded())]
 
     @property
     def daemon_pid(self) -> int:
@@ -114,7 +116,7 @@ class Libp2p:
 
     async def close(self) -> None:
         """Leave the DHT, end the daemon, remove its sockets, release the identity."""
-        await end_tasks([self._keeping])
+        await end_tasks(self._keeping)
         try:
             if self._daemon.is_running:
                 with suppress(asyncio.TimeoutError):

@@ -101,7 +101,15 @@ class Daemon(P2P):  # type: ignore[misc]
 
     async def connections(self) -> dict[str, list[str]]:
         """Return the multiaddrs of the open connections, by peer."""
-        return {str(info.peer_id): [str(address) for address in info.addrs] for info in await self.list_peers()}
+        return dict(await self.open_connections())
+
+    async def open_connections(self) -> list[tuple[str, list[str]]]:
+        """Return each open connection's peer and multiaddrs."""
+        return [(str(info.peer_id), [str(address) for address in info.addrs]) for info in await self.list_peers()]
+
+    async def close_connections(self, peer: str) -> None:
+        """Close all connections with a peer."""
+        await self._client.disconnect(PeerID.from_base58(peer))
 
     async def connect(self, peer: str, addresses: Sequence[str], timeout_s: float) -> None:
         """Dial a peer at these multiaddrs; without any, look it up in the DHT. Raises PeerUnreachable."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
@@ -207,9 +207,14 @@ def exchange_limit_s(parts: Sequence[Part], members: Sequence[Member]) -> float:
 
     It only ends what nothing else ends: members that stall or fall behind the others are left out much earlier.
     """
+    return SHORTEST_LIMIT_S + PATIENCE * exchange_s(parts, members, range(len(members)))
+
+
+def exchange_s(parts: Sequence[Part], members: Sequence[Member], of: Iterable[int]) -> float:
+    """Return the seconds that the slowest of these members needs for what it moves, at the bandwidth that it announced."""
     up, down = traffic(parts, len(members))
-    seconds = (max(sent, received) / rate for sent, received, rate in zip(up, down, _bandwidths(members), strict=True))
-    return SHORTEST_LIMIT_S + PATIENCE * max(seconds, default=0.0)
+    rates = _bandwidths(members)
+    return max((max(up[i], down[i]) / rates[i] for i in of), default=0.0)
 
 
 def _bandwidths(members: Sequence[Member]) -> list[float]:

@@ -51,6 +51,11 @@ def pacemakers(members: Sequence[Member]) -> frozenset[str]:
     return frozenset(member.peer for member in [each for each in trainers if not each.is_stranger] or trainers)
 
 
+def trusted(members: Sequence[Member]) -> frozenset[int]:
+    """Return the members that decide how long a round waits, as indices: no strangers, unless they are alone."""
+    return frozenset([i for i, member in enumerate(members) if not member.is_stranger] or range(len(members)))
+
+
 @dataclass(frozen=True)
 class Assignment:
     """What one member does in the next phase."""
