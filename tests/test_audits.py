@@ -168,8 +168,8 @@ def test_what_a_peer_passed_before_its_probation_began_again_does_not_end_it() -
     assert auditor is not None
     passed, failing = announced(Audited(number, "X", True, 4, 1.0, 1.0)), announced(failed(number))
     assert [each.passed for each in verdicts_of({auditor: passed}, everybody(), recent)] == [True]
-    for setback in ({"rejected": (3,)}, {"convicted": (3,)}):
-        since = [replace(recent[0], **setback), *recent[1:]]
+    for setback in (replace(recent[0], rejected=(3,)), replace(recent[0], convicted=(3,))):
+        since = [setback, *recent[1:]]
         assert not verdicts_of({auditor: passed}, everybody(), since)
         assert [each.passed for each in verdicts_of({auditor: failing}, everybody(), since)] == [False]
 
