@@ -146,7 +146,7 @@ def test_the_base_on_which_the_owner_opened_a_term_is_taken_while_no_trainer_is_
     base, other = np.full(size, 0.5, np.float32), np.zeros(size, np.float32)
     trained = Commit(
         campaign="c", term=0, round=4, parent="p", plan="x", roots=(), dropped=(), base_digest="d", step=40, tokens=1000,
-        members=("trainer",), owners=(("trainer",),) * 4, cursor=Cursor(), helpers=("owner",), electorate=("trainer",),
+        members=("trainer",), owners=((0,),) * 4, cursor=Cursor(), helpers=("owner",), electorate=("trainer",),
         incarnations=("0" * 16,),
     )  # fmt: skip
     reform = reform_commit(trained, 1, "owner", "0" * 16, ())

@@ -16,7 +16,7 @@ from types import ModuleType
 UNUSED = {"hivemind.utils.mpfuture": "MPFuture", "hivemind.utils.tensor_descr": "TensorDescriptor"}
 """These modules, and the class that `hivemind.utils` imports from each. Only `hivemind.dht.DHT` uses one: a DHT node in another
 process, where a peer's node runs in its own."""
-ADDRESSES = {
+ADDRESSES: dict[str, type[ipaddress.IPv4Address | ipaddress.IPv6Address]] = {
     "hivemind.utils.multiaddr.codecs.ip4": ipaddress.IPv4Address, "hivemind.utils.multiaddr.codecs.ip6": ipaddress.IPv6Address,
 }
 """Modules that convert the IP addresses in multiaddrs, and the class that does it here."""
