@@ -1,10 +1,17 @@
 """The program: `spes-p2p`, or `python -m spes_p2p`."""
 
+import gc
+import os
 import signal
+
+COLLECT_AFTER = 50_000
+"""New objects between two collections of garbage in a command: importing makes many that stay. Peers have Python's default."""
 
 
 def main() -> None:
     """Import and run the command line."""
+    gc.set_threshold(COLLECT_AFTER)
+    os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")  # it would read the metadata of all installed packages
     python_handles = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # not ignored, as in a shell's background
     if python_handles:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during the imports ends the process without a traceback

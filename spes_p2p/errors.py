@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import shlex
+import socket
 
 from spes_p2p.messages.codec import WireError, unpack
 from spes_p2p.messages.refusals import LONGEST_DETAIL, LONGEST_REFUSAL, Code, Refusal
@@ -46,10 +47,16 @@ def version_advice(ours: int, theirs: int, program: str = "") -> str:
 
 def cannot_listen(host: str, port: int, error: OSError, option: str = "") -> UserError:
     """Return the error for a server that cannot listen at --{option}host and --{option}port."""
+    if isinstance(error, socket.gaierror):
+        return UserError(f"--{option}host {host}: not an address ({error.strerror}); give one of this machine, or 0.0.0.0")
     if error.errno == errno.EADDRNOTAVAIL:
         return UserError(f"--{option}host {host}: not an address of this machine; give one of its own, or 0.0.0.0 for all")
     why = "it is in use" if error.errno == errno.EADDRINUSE else error.strerror or str(error)
     return UserError(f"--{option}port {port}: cannot listen on {host}:{port} ({why}); choose another --{option}port")
+
+
+class UnusableUrl(Exception):
+    """A URL answers with something that only its owner can fix."""
 
 
 class PeerUnreachable(Exception):

@@ -19,6 +19,7 @@ from spes_p2p.model.layout import Layout, TensorSpec
 from spes_p2p.net.rpc import RpcEndpoint, Stream
 from spes_p2p.peer.exchange import Exchange
 from spes_p2p.peer.exchange_context import ExchangeContext
+from spes_p2p.peer.own_work import taken
 from spes_p2p.rounds.apply import next_base_pieces
 from spes_p2p.rounds.codecs import GroupCodecs, group_codecs
 from spes_p2p.rounds.commit import make_commit, own_manifests, staged_report
@@ -112,6 +113,7 @@ class Round:
         behind: Mapping[str, Behind] | None = None,
         clips: bool = False,
         run_blocking: Callable[..., Awaitable[Any]] = inline,
+        strangers_s: float = 0.0,
     ) -> Round:
         network = MemoryNetwork(latency_s=0.05) if network is None else network
         opened = cls(plan, codecs(codec), network, {}, {}, layout, part_bytes)
@@ -121,7 +123,7 @@ class Round:
             own, weighs = (residuals or {}).get(m.peer, {}), (behind or {}).get(m.peer, planned(m))
             exchange = Exchange(ExchangeContext(
                 endpoint, SimulatedIdentity(m.peer), opened.empty(), pending, own, timeout_s, weighs, run_blocking,
-                clips=clips,
+                clips=clips, strangers_s=strangers_s,
             ))
             opened.endpoints[m.peer], opened.exchanges[m.peer] = endpoint, exchange
             await _serve(endpoint, exchange)
@@ -168,6 +170,38 @@ async def _serve(endpoint: RpcEndpoint, exchange: Exchange) -> None:
 
     await endpoint.serve(PUSH, on_push)
     await endpoint.serve(PULL, on_pull)
+
+
+async def trained_and_accounted(plan: Plan, codec: str, rounds: int, base: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Play rounds of one plan. Return the base with all that was trained, and the last base with all that waits to be sent.
+
+    The residual of a cell's mean counts as the cell does.
+    """
+    pending: dict[str, dict[str, np.ndarray]] = {m.peer: {} for m in plan.members}
+    residuals: dict[str, dict[int, np.ndarray]] = {m.peer: {} for m in plan.members}
+    trained, now = base.astype(np.float64), base
+    for seed in range(rounds):
+        work = random_updates(plan, seed)
+        trained = reference(plan, work, trained)
+        for peer, own in work.items():
+            pending[peer] = {name: pending[peer].get(name, 0) + update for name, update in own.items()}
+        played = await Round.open(plan, pending, codec, residuals=residuals)
+        await played.run()
+        now = played.new_base(plan.members[0].peer, played.commit(), now)
+        for peer, exchange in played.exchanges.items():
+            residuals[peer] = exchange.new_residuals
+            for part, sent in exchange.sent.values():
+                here = slice(part.start - part.group.start, part.stop - part.group.start)
+                pending[peer][part.group.name][here] -= taken(exchange.results, part, sent)
+    accounted, at = reference(plan, pending, now), {part.start: part for part in played.empty().parts}
+    for peer, each in residuals.items():
+        for key, dropped in each.items():
+            part, share = at[key if key >= 0 else ~key], 1.0
+            if key < 0:
+                tokens = [weight(m, part.group) for m in plan.members]
+                share = sum(tokens[i] for i in part.in_cell(played.exchanges[peer].me)) / sum(tokens)
+            accounted[part.start : part.stop] += share * dropped
+    return trained, accounted
 
 
 def reference(plan: Plan, updates: Mapping[str, Updates], base: np.ndarray) -> np.ndarray:

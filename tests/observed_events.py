@@ -9,8 +9,8 @@ from typing import Any
 
 from rich.console import Console
 
+from spes_p2p.messages.audits import Audited
 from spes_p2p.messages.presence import PeerStatus
-from spes_p2p.messages.rounds import Audited
 from spes_p2p.observe.events import (
     BytesMoved,
     DigestMismatch,

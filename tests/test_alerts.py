@@ -20,7 +20,7 @@ from spes_p2p.client.dashboard.server import serving
 from spes_p2p.client.dashboard.webhook import HOLD_S, Notices, post_alerts
 from spes_p2p.config.addresses import check_webhook
 from spes_p2p.errors import UserError
-from spes_p2p.observe.status import gather
+from spes_p2p.observe.swarm_status import gather, slow_lines
 
 EXPERTS = Alert("experts_without_owner", "warning", "no peer trains expert 3")
 ROUND_S = 21.0
@@ -61,6 +61,17 @@ def test_electors_are_near_a_minority_when_one_more_stops_decisions(electors: in
     ids = [status.peer_id for status in swarm.statuses]
     electorate = (*(f"Qm{'z' * 43}{i}" for i in range(away)), *ids[: electors - away])
     assert found(changed(swarm, electorate=electorate)) == ([("electors_missing", severity)] if severity else [])
+
+
+def test_a_swarm_without_trainers_is_asleep_and_misses_no_elector() -> None:
+    swarm = synthetic_swarm(3, 4, 12)
+    away = [status.peer_id for status in swarm.statuses if status.role == "trainer"]
+    helper = replace(swarm.statuses[0], peer_id="Qm" + "h" * 44, role="helper", electorate=tuple(away))
+    asleep = replace(swarm, statuses=[helper])
+    assert found(asleep) == found(asleep, 1e4) == [("no_trainers", "critical")]
+    assert found(changed(asleep, state="stopped")) == []
+    done = changed(asleep, round=helper.total_rounds)
+    assert found(done) == []
 
 
 def test_no_round_for_three_usual_ones_and_five_minutes() -> None:
@@ -228,3 +239,25 @@ def test_a_line_that_rounds_wait_for_is_named_and_one_that_costs_little_is_not()
 
     assert measured(125e3, 8.0) == [("slow_line", "warning")]
     assert measured(125e3, 1.0) == measured(5e6, 8.0) == measured(0.0, 8.0) == []
+
+
+def test_a_line_near_the_bound_does_not_flap() -> None:
+    swarm = synthetic_swarm(4, 8, 10)
+    thin = swarm.statuses[0].peer_id
+
+    def looks(*measured: tuple[float, float]) -> list[bool]:
+        """Whether the line is slow at each look, by its upload in units of the bound and the seconds of an exchange."""
+        slow: tuple[str, ...] = ()
+        found = []
+        for upload, exchange_s in measured:
+            seconds = {"train": 10.0, "exchange": exchange_s}
+            first, *others = (replace(each, upload=12.5e6, round_seconds=seconds) for each in swarm.statuses)
+            statuses = [replace(first, upload=upload * 12.5e6 / 4), *others]
+            slow = slow_lines(statuses, slow)
+            found.append(slow == (thin,))
+            assert [each.kind for each in alerts(gather(statuses), swarm.records, swarm.now, slow)] == ["slow_line"] * len(slow)
+        return found
+
+    at_the_bound = ((1.1, 8.0), (0.9, 8.0), (1.1, 8.0), (1.9, 1.3), (2.1, 8.0), (1.1, 8.0))
+    assert looks(*at_the_bound) == [False, True, True, True, False, False]
+    assert looks((0.9, 2.6), (0.9, 1.3), (0.9, 1.2), (0.9, 2.4)) == [True, True, False, False]

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import runpy
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -30,6 +33,7 @@ from spes_p2p.testing.simulate.virtual import run_seed
 from spes_p2p.testing.synthetic import SyntheticTrainer
 from spes_p2p.training.interface import Phase, PhaseReport
 
+ROOT = Path(__file__).resolve().parents[1]
 OWNED, STEPS, STEP_TOKENS, HONEST = (0, 2), 5, 32, "ABCDE"
 TRAINING: set[AttackKind] = {"scale", "flip", "zero", "noise", "free-ride", "copy"}
 """Kinds that only send other updates."""
@@ -126,7 +130,7 @@ def test_an_honest_base_with_more_tokens_than_honest_peers_trained_and_attackers
 
 
 def run(seed: int, attack: AttackKind | None, loss: float | None, round_s: float, banned: int = 0) -> RunReport:
-    attacked = Attacked(attack, loss, 1000 if attack else 400, 7, banned, honest_banned=0)
+    attacked = Attacked(attack, loss, 1000 if attack else 400, 7, banned, honest_banned=0, banned_round=3 if banned else None)
     return RunReport(seed, Figures(round_s=[round_s]), (), {}, {}, attacked=attacked)
 
 
@@ -135,11 +139,24 @@ def test_each_attack_is_compared_with_the_clean_run_of_its_seed() -> None:
     found = attack_figures(runs)
     assert found["attacks"]["scale"] == {
         "lies": 14, "loss_over_clean": 1.5, "rounds_delayed_s_max": 1.0, "memory_over_clean_max": 600, "attackers_banned": 1,
-        "honest_banned": 0, "attackers_convicted": 0, "honest_failed": 0, "invariant_violations": 0,
+        "attackers_banned_round_max": 3, "honest_banned": 0, "attackers_convicted": 0, "honest_failed": 0,
+        "invariant_violations": 0,
     }
     assert (found["loss_over_clean"], found["attackers_banned"], found["honest_banned"]) == (1.5, 1, 0)
     unfinished = attack_figures([*runs, run(0, "zero", None, 6.0)])
     assert unfinished["loss_over_clean"] is None, "a run that did not end is no success"
+
+
+def test_the_records_of_tools_attacks_hold_what_its_tables_show() -> None:
+    tool = runpy.run_path(str(ROOT / "tools" / "attacks"))
+    runs = [run(0, None, 2.0, 5.0), run(0, "scale", 3.0, 6.0, 1)]
+    kept = [json.loads(json.dumps(tool["record_of"]("one", each.attacked.attack, each))) for each in runs if each.attacked]
+    assert attack_figures([tool["report_of"](each) for each in kept]) == attack_figures(runs)
+    wanted = tool["runs_of"](["one", "friends"], ["scale"], 2)
+    assert [each[:3] for each in wanted] == [
+        (setting, seed, attack) for seed in (0, 1) for attack in ("none", "scale") for setting in ("one", "friends")
+    ]
+    assert {scenario.admission for setting, _, _, scenario in wanted if setting == "one"} == {"open"}
 
 
 # Whole swarms -------------------------------------------------------------------------------------------------------------

@@ -17,13 +17,14 @@ from rich.console import Console
 
 from spes_p2p.campaign.orders import CampaignView, parse_order
 from spes_p2p.client.audit import PeerAudits, peer_audits, render_audits
-from spes_p2p.consensus.admission import PROBATION_ROUNDS, served
+from spes_p2p.consensus.admission import PROBATION_AUDITS, PROBATION_ROUNDS, Service, add_service
 from spes_p2p.consensus.control import describe
 from spes_p2p.errors import UserError
 from spes_p2p.messages.admission import Standing
+from spes_p2p.messages.audits import Audited
 from spes_p2p.messages.consensus import Commit, Verdict, Workload
 from spes_p2p.messages.presence import PeerStatus
-from spes_p2p.messages.rounds import Announcement, Audited
+from spes_p2p.messages.rounds import Announcement
 from spes_p2p.net.interfaces import World
 from spes_p2p.observe.events import PhaseAudited, VerdictsTaken
 from spes_p2p.peer.kept_moments import KeptMoments
@@ -54,6 +55,7 @@ BASE = np.zeros(LAYOUT.size, np.float32)
 
 # Rules ------------------------------------------------------------------------------------------------------------------
 
+PROVEN = Service(PROBATION_ROUNDS, PROBATION_AUDITS)
 STANDINGS: dict[str, Standing] = {"A": "vouched", "B": "vouched", "C": "vouched", "X": "newcomer", "Y": "proven"}
 
 
@@ -107,13 +109,15 @@ def test_only_work_that_is_in_the_base_after_an_assignment_is_audited() -> None:
 
 def test_newcomers_are_drawn_more_often_and_who_failed_always() -> None:
     found = [replace(each, tokens=number) for number in range(2000) for each in commits(1)]
-    share = {served: np.mean([is_drawn(each, "X", 0.05, served, [each]) for each in found]) for served in (0, 10)}
-    assert share[0] == pytest.approx(0.2, abs=0.03)
-    assert share[10] == pytest.approx(0.05, abs=0.015)
+    newcomer = Service(0, 5)
+    share = {each: np.mean([is_drawn(commit, "X", 0.05, each, [commit]) for commit in found]) for each in (newcomer, PROVEN)}
+    assert share[newcomer] == pytest.approx(0.2, abs=0.03)
+    assert share[PROVEN] == pytest.approx(0.05, abs=0.015)
+    assert is_drawn(found[0], "X", 1e-9, Service(PROBATION_ROUNDS, 0), found[:1]), "its probation waits for this"
     suspect = replace(found[0], verdicts=(Verdict("A", "X", 0, False),))
-    assert is_drawn(found[0], "X", 1e-9, 10, [suspect])
-    assert not is_drawn(found[0], "X", 1e-9, 10, [replace(suspect, verdicts=(Verdict("A", "X", 0, True),))])
-    assert not is_drawn(found[0], "X", 1e-9, 10, [replace(suspect, convicted=(3,))]), "that is punished already"
+    assert is_drawn(found[0], "X", 1e-9, PROVEN, [suspect])
+    assert not is_drawn(found[0], "X", 1e-9, PROVEN, [replace(suspect, verdicts=(Verdict("A", "X", 0, True),))])
+    assert not is_drawn(found[0], "X", 1e-9, PROVEN, [replace(suspect, convicted=(3,))]), "that is punished already"
 
 
 def test_a_verdict_counts_once_and_only_from_the_vouched_auditor_whose_turn_it_was() -> None:
@@ -152,7 +156,28 @@ def test_a_convicted_peer_gets_no_work_while_the_last_commits_name_it_and_begins
     last, before = commits(2)
     convicting = replace(before, convicted=(3,))
     assert still_convicted([last, convicting]) == {"X"}
-    assert served(convicting)["X"] == 1 - PROBATION_ROUNDS
+    services = {"X": Service(100, 7), "Y": Service(100, 7)}
+    add_service(services, convicting)
+    assert services.get("X") is None
+    assert services["Y"] == Service(101, 7)
+
+
+def test_what_a_peer_passed_before_its_probation_began_again_does_not_end_it() -> None:
+    recent = commits(4)
+    auditor, number = auditor_of(recent[1], "X"), recent[1].round
+    assert auditor is not None
+    passed, failing = announced(Audited(number, "X", True, 4, 1.0, 1.0)), announced(failed(number))
+    assert [each.passed for each in verdicts_of({auditor: passed}, everybody(), recent)] == [True]
+    for setback in (replace(recent[0], rejected=(3,)), replace(recent[0], convicted=(3,))):
+        since = [setback, *recent[1:]]
+        assert not verdicts_of({auditor: passed}, everybody(), since)
+        assert [each.passed for each in verdicts_of({auditor: failing}, everybody(), since)] == [False]
+
+
+def test_a_passed_audit_counts_for_the_peer_that_was_audited() -> None:
+    services: dict[str, Service] = {}
+    add_service(services, replace(commits(1)[0], verdicts=(Verdict("A", "X", 0, True), Verdict("B", "Y", 0, False))))
+    assert (services["X"], services["Y"]) == (Service(1, 1), Service(1, 0))
 
 
 # Scores -----------------------------------------------------------------------------------------------------------------
@@ -268,8 +293,8 @@ def test_the_owner_can_have_each_phase_of_a_peer_audited_and_end_that() -> None:
     control = parse_order(["audit", PEER])(view())
     assert (control.audited, describe(control)) == ((PEER,), "1 peer audited")
     ordered = [replace(each, control=replace(control, audited=("X",))) for each in commits(1)]
-    assert is_drawn(ordered[0], "X", 1e-9, 10, ordered)
-    assert not is_drawn(ordered[0], "Y", 1e-9, 10, ordered)
+    assert is_drawn(ordered[0], "X", 1e-9, PROVEN, ordered)
+    assert not is_drawn(ordered[0], "Y", 1e-9, PROVEN, ordered)
     assert parse_order(["unaudit", PEER])(view(newest=control)).audited == ()
     with pytest.raises(UserError, match="audited already"):
         parse_order(["audit", PEER])(view(newest=control))

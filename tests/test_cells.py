@@ -11,7 +11,17 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from exchange_round import LAYOUT, PART_BYTES, Round, codecs, make_plan_of, member, random_updates, reference
+from exchange_round import (
+    LAYOUT,
+    PART_BYTES,
+    Round,
+    codecs,
+    make_plan_of,
+    member,
+    random_updates,
+    reference,
+    trained_and_accounted,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -175,34 +185,8 @@ def test_peers_open_streams_with_their_neighbours_only() -> None:
 
 @pytest.mark.parametrize("codec", ["none", "fp16", "int8", "int4"])
 def test_over_rounds_the_base_moves_by_all_that_was_trained_but_for_pending_and_residuals(codec: str) -> None:
-    """A hub's residual counts as its cell does."""
-
     async def main() -> None:
-        plan = large_plan()
-        pending: dict[str, dict[str, np.ndarray]] = {m.peer: {} for m in plan.members}
-        residuals: dict[str, dict[int, np.ndarray]] = {m.peer: {} for m in plan.members}
-        trained, now = base().astype(np.float64), base()
-        for seed in range(3):
-            work = random_updates(plan, seed)
-            trained = reference(plan, work, trained)
-            for peer, own in work.items():
-                pending[peer] = {name: pending[peer].get(name, 0) + update for name, update in own.items()}
-            played = await Round.open(plan, pending, codec, residuals=residuals)
-            await played.run()
-            now = played.new_base("0000", played.commit(), now)
-            for peer, exchange in played.exchanges.items():
-                residuals[peer] = exchange.new_residuals
-                for part, sent in exchange.sent.values():
-                    pending[peer][part.group.name][part.start - part.group.start : part.stop - part.group.start] -= sent
-        accounted, at = reference(plan, pending, now), {part.start: part for part in played.empty().parts}
-        for peer, each in residuals.items():
-            for key, dropped in each.items():
-                part, share = at[key if key >= 0 else ~key], 1.0
-                if key < 0:
-                    tokens = [weight(m, part.group) for m in plan.members]
-                    its = part.in_cell(played.exchanges[peer].me)
-                    share = sum(tokens[i] for i in its) / sum(tokens)
-                accounted[part.start : part.stop] += share * dropped
+        trained, accounted = await trained_and_accounted(large_plan(), codec, 3, base())
         np.testing.assert_allclose(accounted, trained, rtol=0, atol=1e-4)
 
     simulate(main)

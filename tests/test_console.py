@@ -29,7 +29,7 @@ from spes_p2p.observe.events import (
     to_all,
 )
 from spes_p2p.observe.progress import ProgressLine
-from spes_p2p.observe.status import gather
+from spes_p2p.observe.swarm_status import gather
 
 ELECTORS = ("helper", "peer-aaaaaa", "peer-bbbbbb")
 
@@ -145,6 +145,9 @@ def test_missing_electors_are_named_and_a_lost_majority_is_said() -> None:
     assert gather([one]).majority_missing
     assert "2 of 3 electors do not answer (helper, bbbbbb); rounds wait until a majority is back" in shown([one], width=200)
     assert "electors" not in shown([one, helper, status_after(commit(5), seen, peer_id="peer-bbbbbb")])
+    asleep = shown([replace(one, peer_id="helper", role="helper")])
+    assert "! no trainer is here; rounds go on when one joins" in asleep
+    assert "electors" not in asleep
 
 
 def test_time_in_a_phase_is_counted_from_its_beginning() -> None:

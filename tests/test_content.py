@@ -15,13 +15,14 @@ import numpy as np
 import pytest
 from exchange_round import LAYOUT, PART_BYTES, make_plan_of, member
 
+from spes_p2p.config.campaign import SLOWEST_LINE_BITS
 from spes_p2p.content.bases import Snapshots
 from spes_p2p.content.fetcher import BUSY_PATIENCE_S, EMPTY_REQUESTS, LATE_SILENCES, Fetcher
-from spes_p2p.content.files import serve_files
+from spes_p2p.content.files import MAX_CONCURRENT_UPLOADS, serve_files
 from spes_p2p.content.pieces import Body, Content, Piece, Source, listed, single
 from spes_p2p.content.relay import Relay
 from spes_p2p.content.tokens import TokenLibrary
-from spes_p2p.content.transfer import BUSY_RETRY_S, CHUNK_BYTES, REQUESTS_PER_PEER, ContentServer
+from spes_p2p.content.transfer import BUSY_RETRY_S, CHUNK_BYTES, REQUESTS_PER_PEER, SETTLED_S, ContentServer
 from spes_p2p.data.manifest import TokenFile
 from spes_p2p.data.pieces import PIECE_BYTES, PieceHasher, root_of
 from spes_p2p.data.shelf import TokenShelf
@@ -34,6 +35,7 @@ from spes_p2p.messages.refusals import Code
 from spes_p2p.messages.rounds import Manifest
 from spes_p2p.net.limits import limited_line
 from spes_p2p.net.rpc import STALLED_SILENCES, RpcEndpoint
+from spes_p2p.net.tasks import end_tasks
 from spes_p2p.peer.checking import Checking
 from spes_p2p.peer.kept_results import KeptResults
 from spes_p2p.rounds.codecs import CODECS, GroupCodecs
@@ -592,6 +594,34 @@ def test_a_peer_that_takes_nothing_frees_its_place() -> None:
             assert server.uploads("file") == 1
             await asyncio.sleep(STALLED_S)
             assert server.uploads("file") == 0
+
+    simulate(main)
+
+
+def test_peers_that_take_a_little_at_a_time_keep_nobody_out() -> None:
+    async def main() -> None:
+        network, body = MemoryNetwork(latency_s=0.01), bytes(200 * CHUNK_BYTES)
+        server, sha = ContentServer(RpcEndpoint(network.transport("A"), SILENCE_S)), hashlib.sha256(body).hexdigest()
+        await serve_files(server, {sha: body})
+        slow = [f"slow-{number}" for number in range(MAX_CONCURRENT_UPLOADS)]
+        for name in slow:
+            network.set_bandwidth(name, 1e9, 0.4 * SLOWEST_LINE_BITS / 8)
+
+        async def download(name: str) -> None:
+            async with RpcEndpoint(network.transport(name), SILENCE_S).stream("A", "file") as stream:
+                await stream.send(pack(PiecesRequest(sha, (0,))))
+                for _ in range(200):
+                    await stream.message(Kind.CONTENT)
+
+        trickling = [asyncio.ensure_future(download(name)) for name in slow]
+        await asyncio.sleep(SETTLED_S / 2)
+        with pytest.raises(Refused) as refused:
+            await download("me")
+        assert refused.value.code is Code.BUSY
+        await asyncio.sleep(6 * SETTLED_S)  # what waits on the way counts as sent
+        await download("me")
+        assert server.uploads("file") == len(slow) - 1
+        await end_tasks(trickling)
 
     simulate(main)
 

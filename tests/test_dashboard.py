@@ -26,7 +26,7 @@ from spes_p2p.config.campaign import load_campaign_config
 from spes_p2p.errors import UserError
 from spes_p2p.messages.consensus import Change, Control
 from spes_p2p.messages.presence import HistoryPage, Named
-from spes_p2p.observe.status import swarm_status
+from spes_p2p.observe.swarm_status import swarm_status
 
 CONFIG = load_campaign_config(Path(__file__).parents[1] / "configs/test.yaml")
 NOBODY = "/ip4/127.0.0.1/tcp/9/p2p/QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
@@ -324,7 +324,7 @@ def test_a_used_port_is_named() -> None:
         ([NOBODY, "--port", "99999"], "--port 99999: must be 0 to 65535"),
         ([NOBODY, "--port", "many"], "--port"),
         ([], "Missing argument"),
-        ([NOBODY, "--host", "no.such.host.invalid", "--port", "0"], "no.such.host.invalid"),
+        ([NOBODY, "--host", "no.such.host.invalid", "--port", "0"], "--host no.such.host.invalid: not an address"),
     ],
 )
 def test_what_a_user_gets_wrong_is_one_line(arguments: list[str], expected: str) -> None:

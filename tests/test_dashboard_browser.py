@@ -27,7 +27,7 @@ from spes_p2p.config.campaign import load_campaign_config
 from spes_p2p.messages.presence import PeerStatus
 from spes_p2p.net.identity import RSAIdentity
 from spes_p2p.net.tasks import beside
-from spes_p2p.observe.status import gather
+from spes_p2p.observe.swarm_status import gather, slow_lines
 from spes_p2p.session.own_state import OwnState, StateFile, is_pause_ordered
 
 playwright = pytest.importorskip("playwright.async_api", reason="needs playwright (pip install playwright)")
@@ -75,7 +75,9 @@ def look_at(swarm: Synthetic, look: Callable[[Any, Published], Awaitable[None]],
 
 
 def show(live: Published, swarm: Synthetic) -> None:
-    live.view = swarm_view(swarm.statuses, swarm.by_peer, swarm.totals, swarm.now)
+    live.view = swarm_view(
+        swarm.statuses, swarm.by_peer, swarm.totals, swarm.now, slow_lines(swarm.statuses)
+    )
     live.by_peer = swarm.by_peer
     live.known_alerts = alerts(gather(swarm.statuses), swarm.records, swarm.now)
     live.curves = series(swarm.records, {}, CONFIG)

@@ -25,7 +25,7 @@ from spes_p2p.net.tasks import beside
 from spes_p2p.observe.events import Event, PromptsContinued, RoundCommitted, TasksEvaluated
 from spes_p2p.observe.history import History, read_rounds
 from spes_p2p.observe.rounds import Rounds
-from spes_p2p.observe.status import swarm_status
+from spes_p2p.observe.swarm_status import swarm_status
 from spes_p2p.session.downstream import Evaluations, evaluate_tasks, read_continuations, read_results
 
 ROOT = Path(__file__).resolve().parents[1]

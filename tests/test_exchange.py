@@ -10,7 +10,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-from exchange_round import LAYOUT, PART_BYTES, SILENCE_S, Round, make_plan_of, member, random_updates, reference
+from exchange_round import (
+    LAYOUT,
+    PART_BYTES,
+    SILENCE_S,
+    Round,
+    make_plan_of,
+    member,
+    random_updates,
+    reference,
+    trained_and_accounted,
+)
 
 from spes_p2p.consensus.signed import sign
 from spes_p2p.errors import Refused
@@ -29,7 +39,7 @@ from spes_p2p.peer.transfers import IN_FLIGHT_S, WINDOW_BYTES
 from spes_p2p.rounds.blockwise import Blockwise
 from spes_p2p.rounds.codecs import CODECS
 from spes_p2p.rounds.digest import content_digest
-from spes_p2p.rounds.parts import Part, to_mask
+from spes_p2p.rounds.parts import SLOWEST_BYTES_PER_S, Part, to_mask
 from spes_p2p.rounds.planned import Plan
 from spes_p2p.rounds.results import ABSENT
 from spes_p2p.testing.memory_network import Frame, MemoryNetwork
@@ -225,27 +235,7 @@ def test_over_rounds_the_base_moves_by_all_that_was_trained_but_for_pending_and_
     """Mean work of all rounds = applied + mean of what is pending + carried by the reducers, whatever a codec drops."""
 
     async def main() -> None:
-        plan = make_plan_of(MEMBERS[case])
-        pending: dict[str, dict[str, np.ndarray]] = {m.peer: {} for m in plan.members}
-        residuals: dict[str, dict[int, np.ndarray]] = {m.peer: {} for m in plan.members}
-        trained, now = base().astype(np.float64), base()
-        for seed in range(4):
-            work = random_updates(plan, seed)
-            trained = reference(plan, work, trained)
-            for peer, own in work.items():
-                pending[peer] = {name: pending[peer].get(name, 0) + update for name, update in own.items()}
-            played = await Round.open(plan, pending, codec, residuals=residuals)
-            await played.run()
-            now = played.new_base("A", played.commit(), now)
-            for peer, exchange in played.exchanges.items():
-                residuals[peer] = exchange.new_residuals
-                for part, sent in exchange.sent.values():
-                    values = taken(exchange.results, part, sent)
-                    pending[peer][part.group.name][part.start - part.group.start : part.stop - part.group.start] -= values
-        accounted = reference(plan, pending, now)
-        for each in residuals.values():
-            for start, dropped in each.items():
-                accounted[start : start + dropped.size] += dropped
+        trained, accounted = await trained_and_accounted(make_plan_of(MEMBERS[case]), codec, 4, base())
         np.testing.assert_allclose(accounted, trained, rtol=0, atol=2e-5)
 
     simulate(main)
@@ -418,6 +408,33 @@ def test_a_member_that_is_too_slow_is_left_out_and_the_others_work_is_in() -> No
         expected = reference(plan, {**updates, "C": {}}, base())
         for part in late:
             np.testing.assert_allclose(new[part.start : part.stop], expected[part.start : part.stop], rtol=0, atol=1e-6)
+
+    simulate(main)
+
+
+@pytest.mark.parametrize("strangers_s", [0.0, 20.0])
+def test_a_stranger_on_the_slowest_line_holds_up_the_others_no_longer_than_a_share_of_the_round(strangers_s: float) -> None:
+    async def main() -> None:
+        experts = [TensorSpec(f"experts.{e}.gate_up_proj", (2, 2), "expert", 0, e) for e in range(4)]
+        layout, slow = Layout([TensorSpec("embed", (2048, 1024), "shared"), *experts]), SLOWEST_BYTES_PER_S
+        known = [member(name, 10, SHARED_ONLY, 1e9) for name in "AB"]
+        plan = make_plan_of([*known, replace(member("X", 10, SHARED_ONLY, slow), standing="newcomer")])
+        network = MemoryNetwork(latency_s=0.05)
+        network.set_bandwidth("X", slow, 1e9)
+        played = await Round.open(
+            plan, random_updates(plan, layout=layout), network=network, timeout_s=900.0, layout=layout, part_bytes=2**16,
+            strangers_s=strangers_s,
+        )
+        dripping = asyncio.ensure_future(played.run("X"))
+        await played.run("AB")
+        least_s = 8.0 * 2**20 / slow
+        waited_s = asyncio.get_running_loop().time()
+        assert strangers_s <= waited_s <= max(strangers_s, SILENCE_S) + 2.0 < least_s / 2
+        results = played.exchanges["A"].results
+        assert all(results.verified(part) for part in results.parts)
+        assert {results.contributors(part) for part in results.parts} == {(0, 1), (0, 1, 2)}, "what came in time is in"
+        dripping.cancel()
+        await asyncio.gather(dripping, return_exceptions=True)
 
     simulate(main)
 
@@ -671,6 +688,32 @@ def test_among_many_members_one_that_lives_and_pushes_nothing_more_is_left_out_s
         assert asyncio.get_running_loop().time() < 2 * SILENCE_S
         assert all(played.exchanges[others[0]].results.verified(part) for part in played.empty().parts)
         await end_tasks(dawdling)
+
+    simulate(main)
+
+
+def test_a_member_that_sends_the_same_update_again_and_again_is_left_out_soon() -> None:
+    async def main() -> None:
+        experts = [TensorSpec(f"experts.{e}.gate_up_proj", (2, 2), "expert", 0, e) for e in range(4)]
+        layout = Layout([TensorSpec("embed", (256, 1024), "shared"), *experts])
+        plan = make_plan_of([member(name, 10, SHARED_ONLY, 0.0 if name == "C" else SLOWEST_BYTES_PER_S) for name in "ABC"])
+        updates = random_updates(plan, layout=layout)
+        played = await Round.open(plan, updates, timeout_s=900.0, layout=layout, part_bytes=2**16)
+
+        async def repeat(reducer: int) -> None:
+            part = shared_parts_of(played, reducer)[0]
+            async with played.endpoints["C"].stream("ABC"[reducer], PUSH) as stream:
+                await stream.send(pack(PushHeader(plan.id)))
+                while True:
+                    one = frame(part, bytes(4 * part.size))
+                    await stream.send(one, kind=Kind.PART)
+                    await stream.send(pack(signature(played, "C", one)), kind=Kind.PUSHED)
+                    await asyncio.sleep(0.5 * len(one) / SLOWEST_BYTES_PER_S)
+
+        repeating = [asyncio.ensure_future(repeat(reducer)) for reducer in (0, 1)]
+        await played.run("AB")
+        assert asyncio.get_running_loop().time() < 8 * SILENCE_S
+        await end_tasks(repeating)
 
     simulate(main)
 

@@ -1,8 +1,10 @@
 """An exported base is a plain transformers checkpoint of the same bits."""
 
+import asyncio
 import errno
 import os
 import shutil
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,10 +16,22 @@ from model_shapes import tiny_model
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from spes_p2p.errors import UserError
-from spes_p2p.model.build import initial_state
+from spes_p2p.client.export import _newest_base
+from spes_p2p.consensus.reform import reform_commit
+from spes_p2p.content.bases import Snapshots
+from spes_p2p.content.transfer import ContentServer
+from spes_p2p.errors import PeerUnreachable, UserError
+from spes_p2p.messages.consensus import Commit
+from spes_p2p.messages.presence import Contact
+from spes_p2p.messages.samples import Cursor
+from spes_p2p.model.build import initial_state, layout_of
 from spes_p2p.model.export import export_checkpoint
+from spes_p2p.net.rpc import RpcEndpoint
+from spes_p2p.rounds.digest import state_digest
+from spes_p2p.rounds.outer import base_size
+from spes_p2p.testing.memory_network import MemoryNetwork
 from spes_p2p.testing.plain_model import plain_model
+from spes_p2p.testing.simulate.swarm import campaign, simulate
 
 WHOLE, SMALLER = tiny_model(), tiny_model(vocab_size=5)
 
@@ -124,3 +138,35 @@ def test_a_checkpoint_for_which_the_disk_has_no_room_is_refused_before_a_byte_is
     with pytest.raises(UserError, match=r"checkpoint: needs .* GB, the disk has 0.0 GB free; choose another disk"):
         export_checkpoint(WHOLE, initial_state(WHOLE), tokenizer_json, "<|endoftext|>", None, output)
     assert list(output.parent.iterdir()) == []
+
+
+def test_the_base_on_which_the_owner_opened_a_term_is_taken_while_no_trainer_is_there(tmp_path: Path) -> None:
+    config = campaign().config
+    size = base_size(layout_of(config.model), config.outer)
+    base, other = np.full(size, 0.5, np.float32), np.zeros(size, np.float32)
+    trained = Commit(
+        campaign="c", term=0, round=4, parent="p", plan="x", roots=(), dropped=(), base_digest="d", step=40, tokens=1000,
+        members=("trainer",), owners=((0,),) * 4, cursor=Cursor(), helpers=("owner",), electorate=("trainer",),
+        incarnations=("0" * 16,),
+    )  # fmt: skip
+    reform = reform_commit(trained, 1, "owner", "0" * 16, ())
+
+    async def newest(bases: dict[str, np.ndarray]) -> tuple[int, str, np.ndarray]:
+        network = MemoryNetwork()
+        for name, values in bases.items():
+            endpoint, offered = RpcEndpoint(network.transport(name), 2.0), Snapshots()
+            offered.publish(reform.id, reform.round, values)
+            await offered.serve(endpoint, ContentServer(endpoint))
+        contact = Contact("c", 10, "helper", 5, reform.id, ())
+        swarm = SimpleNamespace(
+            contacts=partial(asyncio.sleep, 0, dict.fromkeys(bases, contact)), addresses=("address",),
+            endpoint=RpcEndpoint(network.transport("me"), 2.0), genesis=SimpleNamespace(helpers=("owner", "second")),
+        )
+        chronicle = SimpleNamespace(log=SimpleNamespace(last=reform, round=reform.round))
+        return await _newest_base(swarm, config, chronicle, tmp_path, lambda done, total: None, -1)  # type: ignore[arg-type]
+
+    number, digest, values = simulate(partial(newest, {"owner": base, "trainer": other}))
+    assert (number, digest) == (5, state_digest(base))
+    assert np.array_equal(values, base)
+    with pytest.raises(PeerUnreachable, match="no peer offers a trained base"):
+        simulate(partial(newest, {"owner": base, "second": other}))

@@ -14,7 +14,7 @@ from exchange_round import LAYOUT, Round, commit_before, make_plan_of, member, r
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spes_p2p.consensus.admission import PROBATION_ROUNDS, served
+from spes_p2p.consensus.admission import Service, add_service
 from spes_p2p.messages.admission import Standing
 from spes_p2p.messages.consensus import Commit
 from spes_p2p.messages.rounds import Staged
@@ -156,8 +156,9 @@ def test_a_member_that_is_rejected_twice_gets_no_work_and_begins_its_probation_a
     harm = replace(commit, rejected=(1,))
     assert barred([commit, harm]) == set()
     assert barred([harm, commit, *[harm] * (STRIKES - 1)]) == {"B"}
-    assert served(commit) == {"A": 1, "B": 1}
-    assert served(harm) == {"A": 1, "B": 1 - PROBATION_ROUNDS}
+    services = {"A": Service(100, 3), "B": Service(100, 3)}
+    add_service(services, harm)
+    assert services == {"A": Service(101, 3)}
 
 
 # Swarms -----------------------------------------------------------------------------------------------------------------

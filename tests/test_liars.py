@@ -239,7 +239,7 @@ def test_whatever_a_proposal_says_a_plan_follows_or_it_is_refused(honest: tuple[
     """Any field of it, or of a member's announcement that the member signed, may be anything that a record can hold."""
     proposal, node = honest
     recent, identity = node.log.recent(proposal.round - 1), SimulatedIdentity("any")
-    served = node.log.rounds_served(proposal.round - 1)
+    served = node.log.services(proposal.round - 1)
     assert derive_plan(proposal, recent, node.rules, identity, served).proposal == proposal
     if data.draw(st.booleans()):
         strange = data.draw(st.from_type(Proposal))

@@ -24,9 +24,10 @@ from spes_p2p.errors import PeerUnreachable, Refused, UserError
 from spes_p2p.messages.framing import HEADER, MAX_FRAME_BYTES, Kind, Message
 from spes_p2p.net import die_with_parent
 from spes_p2p.net.byte_stream import ByteStream
+from spes_p2p.net.daemon_process import StartedDaemon, is_any_listening, start_visitor
 from spes_p2p.net.interfaces import MAX_RECORD_BYTES, Channel
-from spes_p2p.net.libp2p import Libp2p, start_libp2p
-from spes_p2p.net.p2pd import is_any_listening
+from spes_p2p.net.libp2p import Libp2p, start_libp2p, visit
+from spes_p2p.net.p2pd import control_daemon
 from spes_p2p.net.transport import PROTOCOL_PREFIX
 
 pytestmark = pytest.mark.network
@@ -360,10 +361,43 @@ def test_unreachable_initial_peers_and_identities_in_use_are_said(tmp_path: Path
     assert not sockets_of(os.getpid())
 
 
+def test_a_visitor_asks_and_is_found_by_nobody(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with Swarm(tmp_path) as swarm:
+            host = await swarm.start("host")
+            addresses = host.transport.addresses
+            await host.transport.serve("echo", echo)
+            await host.registry.put("peers", b"here", 60)
+            visitor = await visit(await start_visitor(addresses), addresses)
+            try:
+                assert await visitor.registry.get("peers") == {host.transport.peer_id: b"here"}
+                assert await ask(visitor, host.transport.peer_id, b"question") == b"question"
+                assert not visitor.identity.verify(visitor.identity.peer_id, b"", b"")
+                assert visitor.transport.peer_id == visitor.identity.peer_id
+                with pytest.raises(ValueError, match="No multiaddrs found"):
+                    await visitor.transport.daemon.get_visible_maddrs(latest=True)
+                assert not host.registry.node.protocol.routing_table.peer_id_to_uid
+            finally:
+                await visitor.close()
+
+    run(main())
+    assert not sockets_of(os.getpid())
+
+
+def test_a_visitors_daemon_that_does_not_start_is_ended(tmp_path: Path) -> None:
+    async def main() -> int:
+        silent = await asyncio.create_subprocess_exec("sleep", "600", stdout=asyncio.subprocess.PIPE)
+        with pytest.raises(UserError, match="no peer answers at /ip4/"):
+            await control_daemon(StartedDaemon(silent, tmp_path / "control.sock"), ["/ip4/127.0.0.1/tcp/9/p2p/Qm"], 0.2)
+        return await silent.wait()
+
+    assert run(main()) == -signal.SIGTERM
+
+
 def test_an_address_that_drops_packets_counts_as_dead_and_does_not_delay_one_that_answers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("spes_p2p.net.p2pd.ANSWER_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("spes_p2p.net.daemon_process.ANSWER_TIMEOUT_S", 0.2)
     with socket.socket() as silent, socket.socket() as first, socket.socket() as second, socket.socket() as living:
         silent.bind(("127.0.0.1", 0))
         silent.listen(0)
@@ -374,7 +408,7 @@ def test_an_address_that_drops_packets_counts_as_dead_and_does_not_delay_one_tha
         living.listen()
         dead, alive = (f"/ip4/127.0.0.1/tcp/{each.getsockname()[1]}/p2p/Qm" for each in (silent, living))
         assert not run(is_any_listening([dead]))
-        monkeypatch.setattr("spes_p2p.net.p2pd.ANSWER_TIMEOUT_S", COMMAND_TIMEOUT_S)
+        monkeypatch.setattr("spes_p2p.net.daemon_process.ANSWER_TIMEOUT_S", COMMAND_TIMEOUT_S)
         assert run(is_any_listening([dead, alive]))
 
 

@@ -9,6 +9,7 @@ import random
 import pytest
 
 from spes_p2p.consensus import milestone as rules
+from spes_p2p.consensus.admission import Service
 from spes_p2p.consensus.certificate import vote_message
 from spes_p2p.consensus.control import signed
 from spes_p2p.consensus.milestone import signed_milestone
@@ -93,7 +94,7 @@ def owner_after(decided: list[CertifiedCommit]) -> Somebody:
 def test_a_joiner_that_knows_only_genesis_begins_at_the_milestone_and_counts_as_everybody_else() -> None:
     decided = chain(4 * ROUNDS)
     owner, joiner = owner_after(decided), Somebody("D")
-    before = owner.log.rounds_served(owner.log.round)
+    before = owner.log.services(owner.log.round)
     assert owner.sign()
     assert owner.log.begins == owner.log.round - 2 * ROUNDS
     assert joiner.take(owner.log.milestone)
@@ -101,8 +102,8 @@ def test_a_joiner_that_knows_only_genesis_begins_at_the_milestone_and_counts_as_
     for each in (owner, joiner, owner.restarted(), joiner.restarted()):
         assert each.log.last == decided[-1].commit
         assert [decided.commit for decided in each.log.since(-1)] == [each.commit for each in decided[each.log.begins :]]
-        assert each.log.rounds_served(each.log.round) == before == {"B": 4 * ROUNDS}
-        assert each.log.rounds_served(each.log.round - 3) == {"B": 4 * ROUNDS - 3}
+        assert each.log.services(each.log.round) == before == {"B": Service(4 * ROUNDS)}
+        assert each.log.services(each.log.round - 3) == {"B": Service(4 * ROUNDS - 3)}
         assert each.log.recent(each.log.round)[0] == each.log.last
     assert not joiner.take(owner.log.milestone)
 

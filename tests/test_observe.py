@@ -42,7 +42,8 @@ from spes_p2p.observe.history import HISTORY_FILE, Entry, History, read_history
 from spes_p2p.observe.log import setup_logging
 from spes_p2p.observe.plot import collect_curves, plot_loss
 from spes_p2p.observe.rounds import KEPT_READ, Rounds
-from spes_p2p.observe.status import StatusBoard, gather, swarm_status
+from spes_p2p.observe.status import StatusBoard
+from spes_p2p.observe.swarm_status import gather, swarm_status
 from spes_p2p.observe.table import SwarmView, round_line
 from spes_p2p.observe.units import human_bytes, human_count, human_indices, human_seconds
 

@@ -11,8 +11,8 @@ from exchange_round import LAYOUT, PART_BYTES, codecs
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spes_p2p.consensus.admission import PROBATION_ROUNDS, served, signed_invitation
-from spes_p2p.consensus.commit_log import CommitLog
+from spes_p2p.consensus.admission import PROBATION_AUDITS, PROBATION_ROUNDS, Service, add_service, signed_invitation
+from spes_p2p.consensus.commit_log import KEPT_READ, CommitLog
 from spes_p2p.consensus.control import rollback_commit
 from spes_p2p.consensus.electorate import coordinator_order
 from spes_p2p.consensus.output import Identity
@@ -24,9 +24,10 @@ from spes_p2p.messages.framing import Kind
 from spes_p2p.messages.methods import ROUND
 from spes_p2p.messages.rounds import Announcement, Proposal
 from spes_p2p.observe.events import RoundFailed
+from spes_p2p.peer import collecting
 from spes_p2p.rounds.claims import bounded_strangers
 from spes_p2p.rounds.parts import moved_parts, part_table, weight
-from spes_p2p.rounds.plan import NEWCOMER_WEIGHT, Rules, make_plan
+from spes_p2p.rounds.plan import LEAST_NEWCOMERS, NEWCOMER_WEIGHT, Rules, crowded_out, make_plan
 from spes_p2p.rounds.planned import Member, Plan
 from spes_p2p.testing.attacks.deciding import altered
 from spes_p2p.testing.attacks.kinds import ATTACKS
@@ -44,6 +45,8 @@ RECENT = [replace(
     workloads=(Workload(10, ()), Workload(40, ())),
 )]
 """After a commit that gave A a phase of the usual length, and X one four times as long."""
+AUDITED = [replace(RECENT[0], vouched=(0,))]
+"""The same commit with an auditor: A."""
 ELECTOR: tuple[Role, ...] = ("trainer", "elector")
 
 STANDINGS: tuple[Standing, ...] = get_args(Standing)
@@ -69,8 +72,10 @@ def elector(name: str) -> Invitation:
     return signed_invitation(Invitation(OPEN.hash, name, ELECTOR, 2**40, b""), SimulatedIdentity("W"))
 
 
-def plan_of(announcements: dict[str, Announcement], rounds_served: dict[str, int] | None = None) -> Plan:
-    return make_plan(RECENT, Proposal(1, RECENT[0].id, Ballot(1, "W"), ()), announcements, (), RULES, rounds_served or {})
+def plan_of(
+    announcements: dict[str, Announcement], services: dict[str, Service] | None = None, recent: list[Commit] = RECENT
+) -> Plan:
+    return make_plan(recent, Proposal(1, recent[0].id, Ballot(1, "W"), ()), announcements, (), RULES, services or {})
 
 
 # Parts ------------------------------------------------------------------------------------------------------------------
@@ -100,14 +105,28 @@ def test_an_expert_that_only_newcomers_trained_keeps_its_values(members: tuple[M
 
 def test_the_standing_of_a_member_follows_from_invitation_and_served_rounds() -> None:
     announcements = {name: announce() for name in "CDE"} | {"A": announce(invitation=elector("A")), "W": announce()}
-    plan = plan_of(announcements, {"C": PROBATION_ROUNDS, "D": PROBATION_ROUNDS - 1})
+    plan = plan_of(announcements, {"C": Service(PROBATION_ROUNDS), "D": Service(PROBATION_ROUNDS - 1)})
     found = {member.peer: member.standing for member in plan.members}
     assert found == {"A": "vouched", "W": "vouched", "C": "proven", "D": "newcomer", "E": "newcomer"}
 
 
+def test_where_somebody_audits_probation_waits_for_a_passed_audit() -> None:
+    services = {
+        "C": Service(PROBATION_ROUNDS, PROBATION_AUDITS), "D": Service(PROBATION_ROUNDS - 1, PROBATION_AUDITS),
+        "E": Service(10 * PROBATION_ROUNDS, PROBATION_AUDITS - 1),
+    }
+    announcements = {name: announce() for name in services} | {"A": announce(invitation=elector("A"), capacity=2)}
+    plan = plan_of(announcements, services, AUDITED)
+    found = {member.peer: member.standing for member in plan.members}
+    assert found == {"A": "vouched", "C": "proven", "D": "newcomer", "E": "newcomer"}
+    owned = {plan.members[each.member].peer: len(each.owned) for each in plan.assignments}
+    assert max(owned["D"], owned["E"]) <= 2, "no more than its auditor has room for"
+    assert plan_of(announcements, services).members[3].standing == "proven", "without an auditor it waits for none"
+
+
 @given(st.integers(0, 2 * PHASE_TOKENS), st.integers(0, PROBATION_ROUNDS - 1))
 def test_a_newcomers_weight_is_bounded_in_every_group(tokens: int, rounds: int) -> None:
-    plan = plan_of({"A": announce(tokens, elector("A")), "X": announce(tokens)}, {"X": rounds})
+    plan = plan_of({"A": announce(tokens, elector("A")), "X": announce(tokens)}, {"X": Service(rounds)})
     vouched, newcomer = plan.members
     assert vouched.tokens == min(tokens, PHASE_TOKENS)
     most = NEWCOMER_WEIGHT * PHASE_TOKENS
@@ -145,7 +164,7 @@ def test_every_expert_has_two_owners_of_whom_one_is_past_probation(peers: dict[s
         name: announce(invitation=elector(name) if kind == "elector" else None, capacity=capacity)
         for name, (kind, capacity) in peers.items()
     }
-    plan = plan_of(announcements, {name: PROBATION_ROUNDS for name, (kind, _) in peers.items() if kind == "proven"})
+    plan = plan_of(announcements, {name: Service(PROBATION_ROUNDS) for name, (kind, _) in peers.items() if kind == "proven"})
     trusted = {i for i, member in enumerate(plan.members) if member.standing != "newcomer"}
     for expert in range(EXPERTS):
         owners = {each.member for each in plan.assignments if expert in each.owned}
@@ -175,21 +194,34 @@ def commit_after(parent: Commit, members: tuple[str, ...], heard: tuple[int, ...
     return CertifiedCommit(commit, Ballot(1, "W"), ())
 
 
+def counts(log: CommitLog, number: int) -> dict[str, int]:
+    return {peer: each.rounds for peer, each in log.services(number).items()}
+
+
 def test_served_rounds_are_those_of_the_log_also_when_a_branch_is_given_up() -> None:
     log = CommitLog(SimulatedIdentity("A"), GENESIS)
     for heard in ((0, 1), (1,), ()):
         log.put(commit_after(log.last, ("C", "D"), heard))
-    assert [log.rounds_served(number) for number in (-1, 0, 1, 2)] == [
-        {}, {"C": 1, "D": 1}, {"C": 1, "D": 2}, {"C": 1, "D": 2}]
+    assert [counts(log, number) for number in (-1, 0, 1, 2)] == [{}, {"C": 1, "D": 1}, {"C": 1, "D": 2}, {"C": 1, "D": 2}]
     log.put(commit_after(log.commit_at(0), ("C", "D"), (0,), term=1))
-    assert [log.rounds_served(number) for number in (0, 1)] == [{"C": 1, "D": 1}, {"C": 2, "D": 1}]
+    assert [counts(log, number) for number in (0, 1)] == [{"C": 1, "D": 1}, {"C": 2, "D": 1}]
+    for _ in range(2 * KEPT_READ):
+        log.put(commit_after(log.last, ("C", "D"), (1,), term=1))
+    last = log.round
+    assert (counts(log, last)["D"], counts(log, last - KEPT_READ)["D"], counts(log, 1)["D"]) == (last, last - KEPT_READ, 1)
+    log.put(commit_after(log.commit_at(3), ("C", "D"), (0, 1), term=2))
+    assert counts(log, log.round) == {"C": 3, "D": 4}, "also a branch longer than what is at hand"
 
 
 def test_rounds_that_move_no_work_serve_nobody() -> None:
     parent = commit_after(GENESIS, ("C", "D"), (0, 1)).commit
-    assert served(parent) == {"C": 1, "D": 1}
-    assert not served(reform_commit(parent, 1, "W", "", ()))
-    assert not served(rollback_commit(parent, Control(OPEN.hash, 1, "running", (), 0, b""), "d", 0))
+    services: dict[str, Service] = {}
+    for commit in (
+        parent, reform_commit(parent, 1, "W", "", ()),
+        rollback_commit(parent, Control(OPEN.hash, 1, "running", (), 0, b""), "d", 0),
+    ):
+        add_service(services, commit)
+        assert services == {"C": Service(1), "D": Service(1)}
 
 
 # Swarms -----------------------------------------------------------------------------------------------------------------
@@ -249,8 +281,8 @@ def test_strangers_train_and_decide_nothing_reduce_nothing_and_own_nothing_alone
                     ended.setdefault(member.peer, number)
         assert {"X", "Y"} <= ended.keys(), "probation ends"
         assert ended["Y"] >= PROBATION_ROUNDS
-        counts = {name: node.log.rounds_served(node.log.round) for name, node in swarm.nodes.items()}
-        assert all(each == counts["W"] for each in counts.values()), "everybody counts alike, after a restart and joining late"
+        served = {name: node.log.services(node.log.round) for name, node in swarm.nodes.items()}
+        assert all(each == served["W"] for each in served.values()), "everybody counts alike, after a restart and joining late"
         swarm.assert_same_commits()
         swarm.assert_replicas_agree()
 
@@ -272,6 +304,39 @@ def test_strangers_that_train_one_step_and_claim_a_phase_stop_nobody_early() -> 
             assert samples == 30 * swarm.campaign.config.training.batch_size, "a full phase in every round"
 
     simulate(main)
+
+
+@pytest.mark.parametrize("are_waited_for", [False, True])
+def test_complaints_of_strangers_take_no_parts_from_a_reducer(are_waited_for: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if are_waited_for:  # so that only the rule on complaints holds
+        monkeypatch.setattr(collecting, "KNOWN_PATIENCE", 1e9)
+
+    async def main() -> None:
+        swarm = VirtualSwarm(campaign(total_steps=30, admission="open", sync={"min_peers": 7, "audited_share": 0.0}))
+        told = list[str]()
+        for name in "UVXYZ":
+            swarm.around[name] = lambda world: ATTACKS["slander"].around(Liar(world, swarm.campaign.config, told.append))
+        for name in "AB":
+            swarm.invitations[name] = swarm.invitation(name, ELECTOR)
+        swarm.start_all("ABUVXYZ")
+        await swarm.until_finished()
+        assert told
+        commits = [decided.commit for decided in swarm.nodes["W"].log.since(0)]
+        assert any(set("UVXYZ") <= set(commit.members) for commit in commits[1:])
+        assert not any(commit.lost for commit in commits)
+
+    simulate(main)
+
+
+def test_a_round_has_room_for_as_many_newcomers_as_for_others() -> None:
+    others: dict[str, Standing] = {f"known-{i}": "proven" for i in range(40)}
+    newcomers: dict[str, Standing] = {f"new-{i:03d}": "newcomer" for i in range(100)}
+    services = {"new-099": Service(3), "new-050": Service(1)}
+    out = crowded_out(others | newcomers, services, "c")
+    assert len(newcomers) - len(out) == len(others)
+    assert not out & {*others, *services}
+    assert out != crowded_out(others | newcomers, services, "d"), "it is each newcomer's turn some time"
+    assert len(newcomers) - len(crowded_out(newcomers, services, "c")) == LEAST_NEWCOMERS
 
 
 class OtherBase(Tamper):

@@ -87,7 +87,7 @@ def test_orders_touch_no_folder_but_a_trainers_and_no_file_but_their_own(tmp_pat
     for order in ("pause", "resume"):
         ended = call(order, str(tmp_path))
         assert (ended.code, ended.stderr.count("\n")) == (2, 1)
-        assert "no trainer has used this run-dir" in ended.stderr
+        assert "no trainer has used this folder" in ended.stderr
     (tmp_path / "own_state.json").touch()
     for order in ("pause", "resume"):
         ended = call(order, str(tmp_path))

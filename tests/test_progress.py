@@ -68,7 +68,7 @@ def test_a_silent_contributor_is_left_out_by_the_reducers() -> None:
         def silent(*arguments: object) -> object:
             exchange = open_exchange(*arguments)  # type: ignore[arg-type]
 
-            async def send_nothing(stream: Stream, parts: object) -> None:
+            async def send_nothing(stream: Stream, reducer: int) -> None:
                 await asyncio.sleep(10**6)
 
             exchange._transfers._send_updates = send_nothing  # type: ignore[method-assign]

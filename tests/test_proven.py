@@ -14,7 +14,7 @@ from spes_p2p.client.proven import corrected, learn_commits
 from spes_p2p.consensus.commit_log import CommitLog
 from spes_p2p.messages.presence import PeerStatus
 from spes_p2p.net.rpc import RpcEndpoint
-from spes_p2p.observe.status import gather
+from spes_p2p.observe.swarm_status import gather
 from spes_p2p.testing.in_memory_world import in_memory_world
 from spes_p2p.testing.simulate.swarm import VirtualSwarm, campaign, simulate
 from spes_p2p.testing.simulated_identity import SimulatedIdentity

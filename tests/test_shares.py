@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import socket
 import tracemalloc
+from functools import partial
 
 import msgpack
 import pytest
@@ -73,15 +74,15 @@ def test_streams_of_outsiders_are_capped_each_and_in_all() -> None:
         assert host.open <= STREAMS_PER_OUTSIDER
         kept += [await host.channel(f"X{i}") for i in range(40) for _ in range(STREAMS_PER_OUTSIDER)]
         await asyncio.sleep(0.1)
-        assert len(host.endpoint.shares._streams) <= STREAMS_OF_OUTSIDERS
-        assert sum(host.endpoint.shares._streams.values()) == STREAMS_OF_OUTSIDERS
+        assert len(host.endpoint.shares._places) <= STREAMS_OF_OUTSIDERS
+        assert sum(map(len, host.endpoint.shares._places.values())) == STREAMS_OF_OUTSIDERS
         members = [await host.channel("member") for _ in range(100)]
         for channel in members:
             await channel.send(b"here")
         await asyncio.sleep(0.1)
         assert host.frames == 100
         await asyncio.sleep(2 * SILENCE_S)
-        assert host.endpoint.shares._streams.keys() <= {"member"}, "streams without a request have ended"
+        assert host.endpoint.shares._places.keys() <= {"member"}, "streams without a request have ended"
 
     run_virtual(main())
 
@@ -90,6 +91,26 @@ def test_a_common_start_of_64_peers_finds_room_for_three_streams_of_each() -> No
     shares = Shares()
     shares.is_known = lambda peer: False
     assert all(shares.enter(f"joiner {i}") for _ in range(3) for i in range(64))
+
+
+def test_outsiders_that_hold_all_streams_make_room_for_another_newcomer() -> None:
+    shares, ended = Shares(), list[str]()
+    shares.is_known = lambda peer: False
+    greedy = [f"greedy {i}" for i in range(STREAMS_OF_OUTSIDERS // STREAMS_PER_OUTSIDER)]
+    for name in greedy * STREAMS_PER_OUTSIDER:
+        place = shares.enter(name)
+        assert place is not None
+        place.end = partial(ended.append, name)
+    assert shares.enter(greedy[0]) is None, "it has as many as the others"
+    held = [shares.enter("newcomer") for _ in range(STREAMS_PER_OUTSIDER - 2)]
+    assert all(held)
+    assert len(ended) == len(held)
+    assert max(map(ended.count, greedy)) == 1, "of those that have most"
+    assert sum(map(len, shares._places.values())) == STREAMS_OF_OUTSIDERS
+    for place in held:
+        assert place is not None
+        shares.leave(place)
+    assert "newcomer" not in shares._places
 
 
 def test_frames_of_a_stranger_are_read_at_a_pace_and_those_of_a_member_at_once() -> None:
@@ -288,7 +309,7 @@ def test_any_headers_end_a_stream_with_a_refusal_or_a_break(frames: list[tuple[i
             here.write(HEADER.pack(kind, size), body)
         here.write(tail)
         await asyncio.wait_for(ended, 10)
-        assert sum(endpoint.shares._held.values()) == sum(endpoint.shares._streams.values()) == 0
+        assert sum(endpoint.shares._held.values()) == len(endpoint.shares._places) == 0
         here.abort()
         there.abort()
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import mmap
+import re
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -212,3 +214,34 @@ def test_a_dropped_staging_leaves_nothing_behind() -> None:
         assert case.store.read(BASE) is None
 
     asyncio.run(main())
+
+
+def test_a_mapped_base_takes_no_memory_once_the_next_one_is_built(tmp_path: Path) -> None:
+    def resident_bytes() -> int:
+        """Of the file with the base, by the kernel's account of this process."""
+        smaps = Path("/proc/self/smaps").read_text()
+        return 1024 * sum(map(int, re.findall(rf"{re.escape(str(tmp_path / 'old'))}\n(?:.*\n)*?Rss: +(\d+) kB", smaps)))
+
+    case = Case(clips=False)
+    (tmp_path / "old").write_bytes(case.base.tobytes())
+    with (tmp_path / "old").open("rb") as file:
+        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    expected, case.base = case.base, np.frombuffer(mapped, np.float32)
+    case.store = DirectoryStore(tmp_path / "store")
+    seen = 0
+
+    async def arrive(case: Case) -> None:
+        nonlocal seen
+        case.put(*case.encoded)
+        await settle()
+        seen = resident_bytes()
+
+    async def main() -> None:
+        staging = case.staging()
+        await arrive(case)
+        await staging.finish(case.commit(), case.results)
+
+    asyncio.run(main())
+    assert seen > case.base.nbytes / 2
+    assert resident_bytes() == 0
+    assert np.array_equal(case.base, expected)

@@ -18,7 +18,8 @@ from spes_p2p.net.light_hivemind import UNUSED
 from spes_p2p.session.apart import run_apart
 
 HEAVY = {"torch", "transformers", "scipy", "pyarrow", "matplotlib"}
-FOR_STATUS = {*HEAVY, "numpy", "tokenizers", "spes_p2p.config.campaign", "spes_p2p.peer.node"}
+FOR_STATUS = {*HEAVY, "numpy", "tokenizers", "yaml", "netaddr", "spes_p2p.config.campaign", "spes_p2p.peer.node",
+              "spes_p2p.messages.rounds", "spes_p2p.observe.events"}
 TELL_IMPORTED = "import atexit, sys; atexit.register(lambda: print(*sys.modules))\n"
 
 
@@ -35,8 +36,8 @@ def imported_by(program: str) -> set[str]:
     ("module", "unused"),
     [
         ("spes_p2p.cli.volunteer", FOR_STATUS | {"hivemind", "pydantic", "rich.console"}),
-        ("spes_p2p.client.status", FOR_STATUS),
-        ("spes_p2p.session.run", HEAVY),
+        ("spes_p2p.client.status", FOR_STATUS | {"hivemind.p2p"}),
+        ("spes_p2p.session.run", HEAVY | {"aiohttp", "fsspec"}),
         ("spes_p2p.client.report", HEAVY),
         ("spes_p2p.client.export", HEAVY),
     ],
@@ -65,6 +66,21 @@ def test_what_hivemind_gets_a_placeholder_for_is_used_by_nothing_that_we_import(
         if names.search(path.read_text())
     }
     assert users == {"dht/dht.py", "utils/__init__.py", "utils/mpfuture.py", "utils/tensor_descr.py"}
+
+
+def test_ip_addresses_in_multiaddrs_are_converted_as_by_netaddr() -> None:
+    program = """
+import spes_p2p.net, sys
+from hivemind.utils.multiaddr import Multiaddr
+ip4, ip6 = Multiaddr("/ip4/203.0.113.7/tcp/1"), Multiaddr("/ip6/2001:db8::7/tcp/1")
+assert ip4.to_bytes().hex() == "04cb007107060001" and str(Multiaddr(ip4.to_bytes())) == "/ip4/203.0.113.7/tcp/1"
+assert ip6.to_bytes().hex() == "2920010db8000000000000000000000007060001" and str(Multiaddr(ip6.to_bytes())) == str(ip6)
+try: Multiaddr("/ip4/203.0.113/tcp/1")
+except ValueError: print("refused")
+"""
+    imported = imported_by(program)
+    assert "refused" in imported
+    assert "netaddr" not in imported
 
 
 @pytest.mark.network

@@ -7,7 +7,8 @@ victim's event loop, the growth of its memory and of its p2pd's, and the pings' 
 `messages`: announcements, votes and commits of 8 MiB (or as much as is taken). `promises`: streams whose first frame claims
 8 MiB and never comes. `frames`: empty frames without end. `streams`: a thousand streams at a time without a request.
 `records`: registry records of other keys, of other peers, and with a life of a century. `connections`: 3,000 TCP connections at
-a time that never say who they are.
+a time that never say who they are. `scene`: a million empty frames, a thousand streams at a time and 10,000 registry records,
+all at once, as much of it as the victim takes.
 """
 
 from __future__ import annotations
@@ -56,6 +57,7 @@ from spes_p2p.testing.simulate.swarm import LAYOUT, NUM_SAMPLES, Recorder, campa
 LOOPBACK = ("/ip4/127.0.0.1/tcp/0",)
 LOOK_EVERY_S = 0.02
 CONNECTIONS = 3000
+SCENE_FRAMES, SCENE_STREAMS, SCENE_RECORDS = 1_000_000, 1000, 10_000
 FAILURES = (PeerUnreachable, Refused, OSError, EOFError, asyncio.TimeoutError)
 Figures = dict[str, float]
 
@@ -129,6 +131,7 @@ class Attacker:
 
     def __init__(self, net: Libp2p, address: str):
         self.net, self.address, self.peer = net, address, address.rsplit("/", 1)[1]
+        self.counts = {"frames": 0, "streams": 0, "streams_open": 0, "records": 0, "records_stored": 0}
 
     async def stream(self, method: str) -> Any:
         """Open a raw stream."""
@@ -179,6 +182,34 @@ class Attacker:
                 await node.protocol.call_store(peer, keys, [bytes(1000)] * 100, century, subkeys)
             number += 1
 
+    async def scene(self) -> None:
+        """All at once; print every second what was sent, and what became of it."""
+        counts = self.counts
+        attacks = [asyncio.ensure_future(each) for each in (self._scene_frames(), self.streams(), self._scene_records())]
+        while True:
+            await asyncio.sleep(1)
+            failed = [str(each.exception()) for each in attacks if each.done() and each.exception() is not None]
+            print(json.dumps({**counts, "failed": failed}), flush=True)
+
+    async def _scene_frames(self) -> None:
+        some = HEADER.pack(Kind.HEARTBEAT, 0) * 1000
+        while self.counts["frames"] < SCENE_FRAMES:
+            with contextlib.suppress(*FAILURES):
+                stream = await self.stream(ROUND)
+                while self.counts["frames"] < SCENE_FRAMES:
+                    stream.write(some)
+                    await asyncio.wait_for(stream.drain(), 5)
+                    self.counts["frames"] += 1000
+
+    async def _scene_records(self) -> None:
+        node, owned = self.net.registry.node, self.net.registry.subkey
+        peer = PeerID.from_base58(self.peer)
+        for number in range(SCENE_RECORDS):
+            key, until = DHTID.generate(source=f"scene/{number}"), get_dht_time() + 30
+            stored = await node.protocol.call_store(peer, [key], [bytes(1000)], until, [owned])
+            self.counts["records"] += 1
+            self.counts["records_stored"] += sum(bool(each) for each in stored or ())
+
     async def connections(self) -> None:
         """Connections, each opened again when the victim closes it."""
         await asyncio.gather(*(self._connect_for_ever() for _ in range(CONNECTIONS)))
@@ -201,13 +232,15 @@ class Attacker:
                 stream = await self.stream(PING)
                 then(stream)
                 held.append(stream)
-            if len(held) >= 1000:
+                self.counts["streams"] += 1
+            if len(held) >= SCENE_STREAMS:
                 await asyncio.sleep(0.1)
                 held.pop(0).abort()
+            self.counts["streams_open"] = len(held)
 
 
 ATTACKS: dict[str, Callable[[Attacker], Awaitable[None]]] = {
-    name: getattr(Attacker, name) for name in ("messages", "promises", "streams", "frames", "records", "connections")
+    name: getattr(Attacker, name) for name in ("messages", "promises", "streams", "frames", "records", "connections", "scene")
 }
 
 
@@ -265,6 +298,9 @@ async def _measure_one(
         _ask(hit)
         took = await pings(net, address.rsplit("/", 1)[1], seconds)
         figures = await asyncio.to_thread(_ask, hit)
+        if name == "scene":
+            attacker.kill()
+            figures |= json.loads(attacker.stdout.read().splitlines()[-1])
     ninety_nine = statistics.quantiles(took, n=100, method="inclusive")[98] if len(took) > 1 else took[0]
     return {**figures, "ping_p99_s": ninety_nine}
 
@@ -313,6 +349,8 @@ def main() -> None:
     for name, row in report.items():
         memory = f"{row['python_mb']:>12.0f} MB{row['p2pd_mb']:>10.0f} MB"
         print(f"{name:<12}{row['pause_s']:>11.2f} s{memory}{row['ping_p99_s']:>9.2f} s")
+        if name == "scene":
+            print(f"  of it: {({key: row[key] for key in ('frames', 'streams', 'streams_open', 'records', 'records_stored')})}")
 
 
 if __name__ == "__main__":

@@ -2,9 +2,12 @@
 
 `overlap`: two peers and a bootstrap peer; tokens per second of a peer without rounds, of peers whose rounds block training, and
 of peers whose rounds overlap with it. `even`: four identical peers. `uneven`: one of four has a fifth of the bandwidth, and
-each direction has 50 ms of latency (added by the transport, since not every kernel has netem). The last two measure how much of
+each direction has 50 ms of latency (added by the transport, since not every kernel has netem). These two measure how much of
 its line the busiest peer used between plan and staged results: encoded bytes without headers, a few per cent less than the line
 carried.
+
+`regions`: two sites of eight peers with a slow line between. It counts the bytes that cross the line each way in each round, on
+the wire, beside one copy of what must cross: the mean of the shared weights, and half of the experts.
 
 Trainers take a fixed time per phase and no CPU, as on a GPU. Means over each peer's measured rounds, medians of the peers.
 """
@@ -23,12 +26,14 @@ from pathlib import Path
 from typing import Any
 
 from round_benchmark import Process, command_of, end_all, end_on_signals
-from round_contenders import EXPERTS, Report
+from round_contenders import EXPERTS, Report, tensor_sizes
 
+from spes_p2p.rounds.codecs import CODECS
 from spes_p2p.testing.simulate.namespaces import Namespaces, why_unavailable
 
 PROGRAM = Path(__file__).with_name("link_member.py")
-CASES = ("overlap", "even", "uneven")
+CASES = ("overlap", "even", "uneven", "regions")
+SITE = 8
 UNEVEN_SHARE, UNEVEN_LATENCY_S = 0.2, 0.05
 
 
@@ -43,6 +48,9 @@ def main() -> int:
     parser.add_argument("--phase", type=float, default=6.0, help="seconds per phase in `overlap` (default 6)")
     parser.add_argument("--line-megabytes", type=int, default=200, help="fp32 state in the other cases (default 200)")
     parser.add_argument("--line-mbit", type=float, default=100.0, help="bandwidth in the other cases (default 100)")
+    parser.add_argument("--region-megabytes", type=int, default=60, help="fp32 state in `regions` (default 60)")
+    parser.add_argument("--region-mbit", type=float, nargs=2, default=(100.0, 5.0), metavar=("INSIDE", "BETWEEN"),
+                        help="bandwidth of each peer and of the line between the sites in `regions` (default 100 5)")
     parser.add_argument("--folder", type=Path, default=Path("/dev/shm"), help="where run-dirs are made and removed")
     arguments = parser.parse_args()
     why = why_unavailable()
@@ -55,6 +63,8 @@ def main() -> int:
     for case in ("even", "uneven"):
         if case in arguments.only:
             report[case] = line_case(arguments, case == "uneven")
+    if "regions" in arguments.only:
+        report["regions"] = regions_case(arguments)
     text = json.dumps(report, indent=2)
     print(text)
     if arguments.json is not None:
@@ -92,6 +102,42 @@ def line_case(arguments: argparse.Namespace, uneven: bool) -> Report:
     found = summary(run(spec, lines, arguments), lines, 0.5)
     print(f"{'uneven' if uneven else 'even'}: {found}", file=sys.stderr)
     return {**found, "megabytes": arguments.line_megabytes, "mbit": list(lines.values())}
+
+
+def regions_case(arguments: argparse.Namespace) -> Report:
+    """Measure what crosses the line between two sites in each round; in the first one nobody knows the lines."""
+    inside, between = (1e6 / 8 * mbit for mbit in arguments.region_mbit)
+    elements = arguments.region_megabytes * 10**6 // 4
+    spec = {
+        "elements": elements, "phase_s": 0.5, "owned": 1, "codec": arguments.codec,
+        "sync": {"min_peers": 2 * SITE}, "latency_s": 0.0,
+    }
+    names, machines, rounds = [f"peer-{i}" for i in range(2 * SITE)], Namespaces(), list[Report]()
+    try:
+        for name in ("bootstrap", *names):
+            machines.add(name, inside)
+        machines.partition(names[SITE:])
+        machines.join_sides(between)
+        with tempfile.TemporaryDirectory(prefix="bench-", dir=arguments.folder) as place, started() as start:
+            rules = {**spec, "folder_of": place}
+            found = start("bootstrap", 0, machines, rules).next_report()
+            known = {"addresses": [found["address"]], "genesis": found["genesis"]}
+            members = [start("ours", i, machines, {**rules, **known}, name) for i, name in enumerate(names)]
+            crossed = machines.crossed_bytes()
+            for report in reports_until(members[0], arguments.rounds):
+                before, crossed = crossed, machines.crossed_bytes()
+                each = {"round": report["round"], "seconds": round(sum(report["phases"].values()), 1),
+                        "crossed_megabytes": [round((now - then) / 1e6, 2) for now, then in zip(crossed, before, strict=True)],
+                        "dropped_parts": report["dropped"]}
+                rounds.append(each)
+                print(each, file=sys.stderr)
+    finally:
+        machines.close()
+    codec = CODECS[arguments.codec]
+    shared, expert = tensor_sizes(elements)
+    one_copy = codec.encoded_bytes(shared) + EXPERTS // 2 * codec.encoded_bytes(expert)
+    return {"mbit": arguments.region_mbit, "megabytes": arguments.region_megabytes, "one_copy_megabytes": one_copy / 1e6,
+            "rounds": rounds}
 
 
 WARM_UP = 5

@@ -30,9 +30,14 @@ from round_contenders import EXPERTS, MEMBERS, Report, our_layout, tensor_sizes
 from spes_p2p.net import die_with_parent
 
 CODECS = ("none", "fp16", "int8", "int4", "sparse")
-UNBOUNDED = "unbounded"
-"""`int4` with `sync.bound_influence: false`."""
-CONTENDERS = (*CODECS, UNBOUNDED, "dense", "server")
+UNBOUNDED, UNSIGNED, UNDEFENDED = "unbounded", "unsigned", "undefended"
+"""`int4` with `sync.bound_influence: false`, without signatures and checks of reducers, and without all of these."""
+DEFENCES: dict[str, dict[str, Any]] = {
+    UNBOUNDED: {"sync": {"bound_influence": False}},
+    UNSIGNED: {"sync": {}, "signs": False},
+    UNDEFENDED: {"sync": {"bound_influence": False}, "signs": False},
+}
+CONTENDERS = (*CODECS, *DEFENCES, "dense", "server")
 BASELINES = ("dense", "server")
 WARM_UP, OUR_WARM_UP = dict.fromkeys(BASELINES, 1), 5
 """Our peers keep the results of four rounds, then reuse the files."""
@@ -176,7 +181,7 @@ def end_all(processes: Iterable[Process]) -> None:
 
 
 def our_members(start: Any, name: str) -> list[Process]:
-    rules = {"codec": "int4", "sync": {"bound_influence": False}} if name == UNBOUNDED else {"codec": name, "sync": {}}
+    rules = {"codec": "int4", **DEFENCES[name]} if name in DEFENCES else {"codec": name, "sync": {}}
     first = start("bootstrap", MEMBERS, **rules)
     found = first.next_report()
     return [start("ours", i, addresses=[found["address"]], genesis=found["genesis"], **rules) for i in range(MEMBERS)]
@@ -249,6 +254,9 @@ def summary(measured: dict[str, list[Report]], elements: int) -> Report:
         "bounded_vs_unbounded_seconds": ratio("int4", "seconds", UNBOUNDED),
         "bounded_vs_unbounded_cpu": ratio("int4", "cpu_seconds", UNBOUNDED),
     }
+    for figure in ("seconds", "cpu_seconds", "sent_bytes", "peak_bytes"):
+        report[f"defended_vs_undefended_{figure}"] = ratio("int4", figure, UNDEFENDED)
+        report[f"defended_vs_unsigned_{figure}"] = ratio("int4", figure, UNSIGNED)
     for codec, name in (("none", "fp32"), ("int8", "int8"), ("int4", "int4"), ("sparse", "sparse")):
         report[f"bytes_vs_floor_{name}"] = contenders[codec]["sent_bytes"] / floor if codec in contenders else None
     report["replicas_identical"] = all(entry["identical"] for name, entry in contenders.items() if name not in BASELINES)

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import psutil
@@ -158,7 +158,7 @@ async def live(
     from spes_p2p.campaign.genesis import make_genesis, save_base_0
     from spes_p2p.messages.codec import pack, unpack
     from spes_p2p.messages.consensus import Commit
-    from spes_p2p.net.interfaces import World
+    from spes_p2p.net.interfaces import Identity, World
     from spes_p2p.net.libp2p import start_libp2p
     from spes_p2p.peer.announcing import NOTHING_TO_TRAIN, Capacity
     from spes_p2p.peer.durable import voter_incarnation
@@ -178,7 +178,8 @@ async def live(
     save_base_0(store, genesis, base0)
     del weights, base0
     transport = delayed(net.transport, spec["latency_s"])
-    world = World(transport, net.registry, net.identity, store, time.time, random.Random(), asyncio.to_thread)
+    identity = net.identity if spec.get("signs", True) else cast(Identity, trustful(net.identity))
+    world = World(transport, net.registry, identity, store, time.time, random.Random(), asyncio.to_thread)
     helps = spec["kind"] == "bootstrap"
 
     def observe(event: Any) -> None:
@@ -196,6 +197,22 @@ async def live(
         await peer.run()
     finally:
         await net.close()
+
+
+def trustful(identity: Any) -> Any:
+    """Return the identity of a peer that signs nothing, believes everything, and checks no reducer."""
+    from spes_p2p.peer import checking
+    from spes_p2p.testing.wrapped import Wrapped
+
+    class Trustful(Wrapped):
+        def sign(self, message: bytes) -> bytes:
+            return b""
+
+        def verify(self, peer_id: str, message: bytes, signature: bytes) -> bool:
+            return True
+
+    vars(checking)["drawn"] = lambda means, reducers, rng: []
+    return Trustful(identity)
 
 
 def our_layout(elements: int) -> Any:

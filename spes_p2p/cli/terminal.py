@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import os
 import signal
 import sys
@@ -14,6 +15,8 @@ from spes_p2p.observe.log import json_line
 from spes_p2p.storage.threads import keep_freed_memory
 
 SHOW_CURSOR = "\x1b[?25h"
+PEERS_COLLECT_AFTER = (700, 10, 10)
+"""Python's default: garbage that a peer keeps may hold the bytes of a round."""
 
 
 def run(work: Coroutine[Any, Any, Any]) -> Any:
@@ -32,6 +35,7 @@ def run_peer(work: Coroutine[Any, Any, None]) -> None:
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _end_now)
     keep_freed_memory()
+    gc.set_threshold(*PEERS_COLLECT_AFTER)
     run(work)
 
 

@@ -45,7 +45,7 @@ def status(
             return
         statuses = run(fetch_statuses(addresses))
     from spes_p2p.client.alerts import status_document
-    from spes_p2p.observe.status import gather
+    from spes_p2p.observe.swarm_status import gather
     from spes_p2p.observe.table import render_status
 
     if not statuses:

@@ -5,19 +5,20 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 from spes_p2p.messages.presence import PeerStatus, RoundRecord
 from spes_p2p.observe.json_values import to_json
-from spes_p2p.observe.status import SwarmStatus, gather, holds_rounds_up, swarm_status
+from spes_p2p.observe.swarm_status import SwarmStatus, gather, slow_lines, swarm_status
 from spes_p2p.observe.units import counted, human_count, human_indices, human_loss, human_seconds, short_peer
 from spes_p2p.rounds.runaway import HeldOut, course_of
 
 KINDS = (
-    "nobody_answers", "loss_runs_away", "electors_missing", "no_round", "experts_without_owner", "bases_differ", "slow_line",
+    "nobody_answers", "loss_runs_away", "no_trainers", "electors_missing", "no_round", "experts_without_owner", "bases_differ",
+    "slow_line",
 )
 PACE_ROUNDS, USUAL_ROUNDS, PATIENCE_S = 8, 3, 300.0
 """No round for three times the median of the last eight and five minutes: the bound of SpesRoundsStalled in alerts.yml."""
@@ -35,13 +36,19 @@ class Alert:
 
 
 NOBODY_ANSWERS = Alert("nobody_answers", "critical", "no peer of the campaign answers")
+NO_TRAINERS = Alert("no_trainers", "critical", "no trainer is here; rounds go on when one joins")
 
 
-def alerts(swarm: SwarmStatus, records: Sequence[RoundRecord], now: float) -> list[Alert]:
-    """Return the alerts, the worst first. `records`: by round, as far as known, at the clock of `now` (Unix time)."""
-    found = [_experts(swarm), _bases(swarm), _lines(swarm)]
+def alerts(
+    swarm: SwarmStatus, records: Sequence[RoundRecord], now: float, were_slow: Collection[str] = ()
+) -> list[Alert]:
+    """Return the alerts, the worst first. `records`: by round, as far as known, at the clock of `now` (Unix time).
+
+    `were_slow`: trainers whose lines held rounds up at the last look.
+    """
+    found = [_experts(swarm), _bases(swarm), _lines(swarm, were_slow)]
     if not swarm.done and swarm.state != "stopped":
-        found += [_loss(records), _electors(swarm), _stall(swarm, records, now)]
+        found += [_loss(records), *([NO_TRAINERS] if swarm.is_asleep else [_electors(swarm), _stall(swarm, records, now)])]
     return sorted((each for each in found if each is not None), key=lambda each: (each.severity, KINDS.index(each.kind)))
 
 
@@ -97,15 +104,12 @@ def _bases(swarm: SwarmStatus) -> Alert | None:
     return Alert("bases_differ", "warning", f"peers at round {swarm.round} hold different bases")
 
 
-def _lines(swarm: SwarmStatus) -> Alert | None:
-    """Some trainer's line holds rounds up; by what the trainers measured themselves."""
-    trainers = [peer for peer in swarm.peers if peer.role == "trainer" and peer.upload > 0]
-    if len(trainers) < 2 or swarm.done:
+def _lines(swarm: SwarmStatus, were_slow: Collection[str]) -> Alert | None:
+    slow = slow_lines(swarm.peers, were_slow)
+    if not slow or swarm.done:
         return None
-    median = statistics.median(peer.upload for peer in trainers)
-    slow = [peer for peer in trainers if holds_rounds_up(peer.upload, median, peer.round_seconds)]
-    if not slow:
-        return None
-    lines = ", ".join(f"{short_peer(peer.peer_id)} {human_count(8 * peer.upload)}bit/s" for peer in slow)
+    uploads = {peer.peer_id: peer.upload for peer in swarm.peers if peer.role == "trainer" and peer.upload > 0}
+    median = statistics.median(uploads.values())
+    lines = ", ".join(f"{short_peer(peer)} {human_count(8 * uploads[peer])}bit/s" for peer in slow)
     text = f"rounds wait for slow lines: {lines} up; the median is {human_count(8 * median)}bit/s"
     return Alert("slow_line", "warning", text)

@@ -11,8 +11,8 @@ from rich.table import Table
 from spes_p2p.client.connection import connect
 from spes_p2p.consensus.commit_log import CommitLog
 from spes_p2p.errors import UserError
+from spes_p2p.messages.audits import Audited
 from spes_p2p.messages.presence import PeerStatus
-from spes_p2p.messages.rounds import Audited
 from spes_p2p.observe.units import short_peer
 from spes_p2p.rounds.audits import are_audited, still_convicted
 

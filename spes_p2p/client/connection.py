@@ -6,15 +6,13 @@ import asyncio
 import contextlib
 import importlib
 import random
-import tempfile
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from spes_p2p.config.addresses import listen_beside, peer_of
+from spes_p2p.config.addresses import peer_of
 from spes_p2p.errors import PeerUnreachable, Refused, UserError
-from spes_p2p.net.libp2p import Libp2p, start_libp2p
+from spes_p2p.net.daemon_process import start_visitor
 
 if TYPE_CHECKING:  # what the daemon's start does not need is imported while it starts (`connect`)
     from spes_p2p.campaign.files import CampaignFiles
@@ -22,6 +20,7 @@ if TYPE_CHECKING:  # what the daemon's start does not need is imported while it 
     from spes_p2p.consensus.commit_log import CommitLog
     from spes_p2p.messages.consensus import Commit, Control
     from spes_p2p.messages.presence import Contact, HistoryPage, PeerStatus
+    from spes_p2p.net.libp2p import Libp2p
     from spes_p2p.net.rpc import RpcEndpoint
 
 Answer = TypeVar("Answer")
@@ -125,28 +124,31 @@ class SwarmConnection:
 
 @contextlib.asynccontextmanager
 async def connect(addresses: Sequence[str], uses: Sequence[str] = ()) -> AsyncIterator[SwarmConnection]:
-    """Connect to a swarm with a temporary identity, without joining. Raises UserError if no address leads to a campaign.
+    """Connect to a swarm as a visitor, without joining. Raises UserError if no address leads to a campaign.
 
     `uses`: modules that the caller needs once it is connected. They are imported while the daemon starts.
     """
-    importing = asyncio.create_task(asyncio.to_thread(_import_all, ["spes_p2p.net.rpc", "spes_p2p.client.proven", *uses]))
-    with tempfile.TemporaryDirectory(prefix="spes-connection-") as folder:
-        net = await start_libp2p(Path(folder) / "identity.key", listen_beside(addresses), (), addresses)
-        try:
-            await importing
-            from spes_p2p.campaign.record import agreed_record
-            from spes_p2p.config.campaign import parse_campaign
-            from spes_p2p.consensus.commit_log import CommitLog
-            from spes_p2p.net.rpc import RpcEndpoint
+    needed = ["spes_p2p.net.libp2p", "spes_p2p.net.rpc", "spes_p2p.client.proven", *uses]
+    importing = asyncio.create_task(asyncio.to_thread(_import_all, needed))
+    daemon = await start_visitor(addresses)
+    await importing
+    from spes_p2p.net.libp2p import visit
 
-            endpoint = RpcEndpoint(net.transport, REPLY_TIMEOUT_S)
-            record, serving = await agreed_record(endpoint, [peer_of(address) for address in addresses])
-            campaign = parse_campaign(record.campaign_json, f"peer {serving[0]}")
-            if record.genesis.campaign != campaign.hash:
-                raise UserError(f"peer {serving[0]}: serves the genesis commit of another campaign; ask the campaign's owner")
-            yield SwarmConnection(addresses, campaign, CommitLog(net.identity, record.genesis), net, endpoint)
-        finally:
-            await net.close()
+    net = await visit(daemon, addresses)
+    try:
+        from spes_p2p.campaign.record import agreed_record
+        from spes_p2p.config.campaign import parse_campaign
+        from spes_p2p.consensus.commit_log import CommitLog
+        from spes_p2p.net.rpc import RpcEndpoint
+
+        endpoint = RpcEndpoint(net.transport, REPLY_TIMEOUT_S)
+        record, serving = await agreed_record(endpoint, [peer_of(address) for address in addresses])
+        campaign = parse_campaign(record.campaign_json, f"peer {serving[0]}")
+        if record.genesis.campaign != campaign.hash:
+            raise UserError(f"peer {serving[0]}: serves the genesis commit of another campaign; ask the campaign's owner")
+        yield SwarmConnection(addresses, campaign, CommitLog(net.identity, record.genesis), net, endpoint)
+    finally:
+        await net.close()
 
 
 def _import_all(modules: Sequence[str]) -> None:

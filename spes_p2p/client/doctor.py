@@ -39,7 +39,7 @@ from spes_p2p.model.build import layout_of
 from spes_p2p.net.checkup import Skew, ask_dial_back, measure_clock, measure_down, measure_up
 from spes_p2p.net.contacts import registry_key
 from spes_p2p.net.dht import join_dht
-from spes_p2p.net.identity import RSAIdentity
+from spes_p2p.net.identity import RSAIdentity, Visitor
 from spes_p2p.net.libp2p import check_addresses
 from spes_p2p.net.p2pd import relayed_by, start_daemon
 from spes_p2p.net.reachability import ports_of
@@ -72,7 +72,7 @@ async def examine(addresses: Sequence[str], settings: PeerConfig) -> list[Check]
             if checks[0].result == "failure":
                 return checks
             files, _ = await fetch_campaign(endpoint, list(skews), folders=settings.data_dir)
-            checks.append(await _dht(Path(folder), [a for a in addresses if peer_of(a) in skews], files.campaign.hash))
+            checks.append(await _dht([a for a in addresses if peer_of(a) in skews], files.campaign.hash))
             checks += await _reachability(endpoint, transport, {peer_of(a): a for a in addresses if peer_of(a) in skews})
             checks += await _capacity(endpoint, list(skews), files, settings)
     return checks
@@ -117,20 +117,19 @@ async def _clocks(endpoint: RpcEndpoint, peers: Sequence[str]) -> tuple[dict[str
     return skews, silent
 
 
-async def _dht(folder: Path, addresses: Sequence[str], campaign_hash: str) -> Check:
-    seen = await asyncio.gather(*(_peers_seen_from(folder / f"{i}.key", a, campaign_hash) for i, a in enumerate(addresses)))
+async def _dht(addresses: Sequence[str], campaign_hash: str) -> Check:
+    seen = await asyncio.gather(*(_peers_seen_from(address, campaign_hash) for address in addresses))
     return judge_dht(dict(zip(addresses, seen, strict=True)))
 
 
-async def _peers_seen_from(identity: Path, address: str, campaign_hash: str) -> frozenset[str] | str:
+async def _peers_seen_from(address: str, campaign_hash: str) -> frozenset[str] | str:
     """Return the campaign's peers in the DHT that an address leads to, or an error message."""
     daemon = None
     try:
         daemon = await start_daemon(
             [address], START_TIMEOUT_S, no_listen=True, dht_mode="client", auto_nat=False, nat_port_map=False
         )
-        key = RSAIdentity(identity)
-        _, registry = await join_dht(daemon, key, [address], START_TIMEOUT_S, client_mode=True)
+        _, registry = await join_dht(daemon, Visitor(str(daemon.peer_id)), [address], START_TIMEOUT_S, client_mode=True)
         return frozenset(await registry.get(registry_key(campaign_hash)))
     except (UserError, PeerUnreachable) as error:
         return str(error)

@@ -30,7 +30,7 @@ async def watch_status(addresses: Sequence[str], as_json: bool, on_reached: Call
     UserError as `fetch_statuses` does.
     """
     async with connect(addresses, uses=SHOWN_WITH) as swarm:
-        from spes_p2p.observe.status import gather
+        from spes_p2p.observe.swarm_status import gather
         from spes_p2p.observe.table import SwarmView, round_line
 
         on_reached()

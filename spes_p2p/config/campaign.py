@@ -41,7 +41,6 @@ from spes_p2p.config.types import (
     Text,
     Whole,
 )
-from spes_p2p.config.yaml_file import read_yaml_mapping
 from spes_p2p.errors import UPGRADE, UserError
 from spes_p2p.messages.fields import MAX_PROMPTS
 
@@ -428,6 +427,8 @@ class PeerConfig(Section):
 
 def load_campaign_config(path: Path) -> CampaignConfig:
     """Read a campaign file. Raises UserError naming file, line, field, value and the valid values."""
+    from spes_p2p.config.yaml_file import read_yaml_mapping  # clients get campaigns as JSON
+
     file = read_yaml_mapping(path, "campaign file")
     _check_schema(file.values, str(path))
     values = with_config_json(file.values, path.parent, file.where(("model", "config")))

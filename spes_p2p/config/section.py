@@ -8,9 +8,12 @@ from spes_p2p.config.problems import broken_rule
 
 
 class Section(BaseModel):
-    """A group of settings. Unknown fields are errors; values are immutable after loading."""
+    """A group of settings. Unknown fields are errors; values are immutable after loading.
 
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    Validators are built when first used, those of a section as a part of the whole: no command uses all.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, defer_build=True)
 
 
 def require(condition: bool, field: str, value: object, rule: str) -> None:

@@ -7,8 +7,8 @@ the owner vouches for. The campaign's helpers of the genesis commit need no invi
 
 from __future__ import annotations
 
-from collections import Counter
-from dataclasses import replace
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 from time import gmtime, strftime
 
 from spes_p2p.consensus.control import is_banned, owner_of
@@ -19,9 +19,22 @@ from spes_p2p.messages.codec import pack
 from spes_p2p.messages.consensus import Commit, Control
 from spes_p2p.messages.refusals import Code
 
-PROBATION_ROUNDS = 10
-"""Committed rounds with a newcomer's work until it may own an expert alone and reduce. They keep a burst of new identities out
-of the roles that could harm others unseen, and give auditors time to find those that do not train (`rounds/audits.py`)."""
+PROBATION_ROUNDS, PROBATION_AUDITS = 10, 1
+"""Committed rounds with a newcomer's work, and where phases are audited (`rounds/audits.py`) passed audits, until it may own an
+expert alone and reduce. They keep a burst of new identities out of the roles that could harm others unseen."""
+
+
+@dataclass(frozen=True)
+class Service:
+    """What the commit log says of a peer since it came, or since its probation began again."""
+
+    rounds: int = 0
+    """With its work."""
+    audits: int = 0
+    """Of its training, passed."""
+
+
+NO_SERVICE = Service()
 
 
 def signed_invitation(invitation: Invitation, identity: Identity) -> Invitation:
@@ -80,35 +93,44 @@ def _problem(
 
 
 def standing_of(
-    rule: str, peer: str, invitation: Invitation | None, helpers: tuple[str, ...], rounds_served: int = 0
+    rule: str, peer: str, invitation: Invitation | None, helpers: tuple[str, ...], service: Service = NO_SERVICE,
+    needs_audit: bool = False,
 ) -> Standing:
     """Return what an admitted peer may do.
 
-    `helpers`: those of the genesis commit. `rounds_served`: by the commit log.
+    `helpers`: those of the genesis commit. `service`: by the commit log. `needs_audit`: see `is_past_probation`.
     """
     roles = () if invitation is None else invitation.roles
     if rule == "friends" or peer in helpers or "elector" in roles or "helper" in roles:
         return "vouched"
     if rule == "invite":
         return "invited"
-    return "proven" if is_past_probation(rounds_served) else "newcomer"
+    return "proven" if is_past_probation(service, needs_audit) else "newcomer"
 
 
-def is_past_probation(rounds_served: int) -> bool:
-    """Return whether this many committed rounds with a peer's work end its probation. Every peer counts them alike."""
-    return rounds_served >= PROBATION_ROUNDS
+def is_past_probation(service: Service, needs_audit: bool) -> bool:
+    """Return whether this service ends a probation. Every peer counts it alike. `needs_audit`: whether somebody audits."""
+    return service.rounds >= PROBATION_ROUNDS and (service.audits >= PROBATION_AUDITS or not needs_audit)
 
 
-def served(commit: Commit) -> Counter[str]:
-    """Return by peer what this commit adds to its rounds of service.
-
-    1 for its work; a whole probation less if it did harm, or failed audits.
-    """
-    counts = Counter(commit.members[index] for index in commit.heard if index < len(commit.members))
-    for index in (*commit.rejected, *commit.convicted):
+def add_service(services: dict[str, Service], commit: Commit) -> None:
+    """Add what this commit says to the services of all peers."""
+    for index in commit.heard:
         if index < len(commit.members):
-            counts[commit.members[index]] -= PROBATION_ROUNDS
-    return counts
+            peer = commit.members[index]
+            before = services.get(peer, NO_SERVICE)
+            services[peer] = replace(before, rounds=before.rounds + 1)
+    for verdict in commit.verdicts:
+        if verdict.passed:
+            before = services.get(verdict.peer, NO_SERVICE)
+            services[verdict.peer] = replace(before, audits=before.audits + 1)
+    for peer in begins_anew(commit):
+        services.pop(peer, None)
+
+
+def begins_anew(commit: Commit) -> Collection[str]:
+    """Return the peers whose probation begins again with this commit: they did harm, or audits convict them."""
+    return {commit.members[index] for index in (*commit.rejected, *commit.convicted) if index < len(commit.members)}
 
 
 def utc(unix_s: float) -> str:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from spes_p2p.consensus.admission import served
+from spes_p2p.consensus.admission import Service, add_service
 from spes_p2p.consensus.certificate import proves
 from spes_p2p.consensus.control import is_rollback, rollback_commit, rolls_back
 from spes_p2p.consensus.milestone import earliest_reform, is_due, may_roll_back, next_milestone, proves_milestone
@@ -85,8 +84,10 @@ class CommitLog:
         self.genesis = genesis
         self._decided = _Chain()
         self._given_up: set[str] = set()
-        self._served: Counter[str] = Counter()
-        """By peer, its rounds of service in this log."""
+        self._first_services: dict[str, Service] = {}
+        """By peer, up to where the log begins."""
+        self._services, self._counted = dict[str, Service](), -1
+        """The same up to a round some time ago: a branch of later rounds may be given up."""
         self.intact = 0
         """How many records of the durable file were loaded."""
         while self.intact < len(records) and self._load(records[self.intact]):
@@ -143,9 +144,14 @@ class CommitLog:
         oldest = max(self.begins, round_number - RECENT + 1)
         return tuple(self.commit_at(each) for each in range(round_number, oldest - 1, -1))
 
-    def rounds_served(self, round_number: int) -> Mapping[str, int]:
-        """Return by peer its rounds of service up to this one (`admission.served`), which end its probation."""
-        return +self._served_until(round_number)
+    def services(self, round_number: int) -> Mapping[str, Service]:
+        """Return by peer its service up to this round (`admission.add_service`), which ends its probation."""
+        is_later = round_number >= self._counted
+        found, counted = (self._services, self._counted) if is_later else (self._first_services, self.begins)
+        found = found.copy()
+        for number in range(counted + 1, round_number + 1):
+            add_service(found, self.commit_at(number))
+        return found
 
     def since(self, round_number: int, count: int | None = None) -> tuple[CertifiedCommit, ...]:
         """Return the certified commits after that round; the first `count`, or all."""
@@ -192,11 +198,14 @@ class CommitLog:
         """Append an admitted commit; known commits of its round and later ones, all of lower terms, are given up."""
         for old in self.since(decided.commit.round - 1):
             self._given_up.add(old.commit.id)
-            self._served.subtract(served(old.commit))
         if decided.commit.round < self._decided.end:
             self._decided.cut(decided.commit.round)
+        if decided.commit.round <= self._counted:
+            self._services, self._counted = self._first_services.copy(), self.begins
         self._decided.append(decided)
-        self._served.update(served(decided.commit))
+        while self._counted <= self.round - KEPT_READ:
+            self._counted += 1
+            add_service(self._services, self.commit_at(self._counted))
 
     def next_milestone(self) -> Milestone | None:
         """Return the milestone that the owner may sign now, without its signature; None when none is due.
@@ -206,8 +215,8 @@ class CommitLog:
         first = next_milestone(self.round)
         if not self.is_long or any(_goes_back_before(first, each.commit) for each in self.since(first)):
             return None
-        counts = tuple(Served(*each) for each in sorted(self._served_until(first).items()) if each[1])
-        return Milestone(self.at(first), counts, b"") if len(counts) <= MAX_SERVED else None
+        served = tuple(Served(peer, each.rounds, each.audits) for peer, each in sorted(self.services(first).items()))
+        return Milestone(self.at(first), served, b"") if len(served) <= MAX_SERVED else None
 
     def admits_milestone(self, milestone: Milestone) -> bool:
         """Return whether the log may begin at this milestone; False when it begins no earlier.
@@ -232,20 +241,17 @@ class CommitLog:
     def begin_at(self, milestone: Milestone) -> None:
         """Forget what is before an admitted milestone, and everything else where the log does not lead there."""
         commit = milestone.decided.commit
-        if self.has(commit.id, commit.round):
+        is_known = self.has(commit.id, commit.round)
+        if is_known:
             self._decided.begin_at(commit.round)
         else:
             self._given_up.update(each.commit.id for each in self.since(commit.round - 1))
             self._decided = _Chain(commit.round)
             self._decided.append(milestone.decided)
-            self._served = Counter({each.peer: each.rounds for each in milestone.served})
+        self._first_services = {each.peer: Service(each.rounds, each.audits) for each in milestone.served}
+        if self._counted < commit.round or not is_known:
+            self._services, self._counted = self._first_services.copy(), commit.round
         self.milestone = milestone
-
-    def _served_until(self, round_number: int) -> Counter[str]:
-        counts = self._served.copy()
-        for decided in self.since(round_number):
-            counts.subtract(served(decided.commit))
-        return counts
 
     def leads_to(self, parent: Commit, commit: Commit) -> bool:
         """Return whether a plan or a rollback can lead from `parent`, in this log, to this commit of the same term."""

@@ -9,10 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from spes_p2p.consensus.electorate import quorum
 from spes_p2p.messages.consensus import Commit
-from spes_p2p.messages.rounds import Pong
+
+if TYPE_CHECKING:  # clients read reforms without the records of rounds
+    from spes_p2p.messages.rounds import Pong
 
 
 def reform_commit(parent: Commit, term: int, helper: str, incarnation: str, excluded: tuple[str, ...]) -> Commit:

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections import Counter
+import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from spes_p2p.config.campaign import SLOWEST_LINE_BITS
 from spes_p2p.content.pieces import Body, Content, Delivery, Source
 from spes_p2p.errors import PeerUnreachable, Refused
 from spes_p2p.messages.codec import WireError, pack, unpack
@@ -27,9 +28,27 @@ REQUESTS_PER_PEER = 2
 """Bounds the concurrent requests of one peer at another, over all downloads."""
 BUSY_RETRY_S = 1.0
 """A busy peer asks to be asked again after this long."""
+SETTLED_S = 10.0
+"""An upload that is slower than the slowest permitted line after this long makes room for a peer that waits."""
 
+
+SLOWEST_BYTES_PER_S = SLOWEST_LINE_BITS / 8
 
 Admit = Callable[[str, str], None]
+
+
+@dataclass
+class _Upload:
+    """What one peer is being served of a kind."""
+
+    began_s: float
+    sent: int = 0
+    streams: set[Stream] = field(default_factory=set)
+
+    def rate(self, now_s: float) -> float:
+        """Bytes per second so far; infinite while it is too early to tell."""
+        took_s = now_s - self.began_s
+        return self.sent / took_s if took_s >= SETTLED_S else math.inf
 
 
 class ContentServer:
@@ -39,22 +58,23 @@ class ContentServer:
         self._endpoint = endpoint
         self.admit: dict[ContentKind, Admit] = {}
         """For kinds that not everybody may have: raises Refused for a peer that may not have the content of this name."""
-        self._open: dict[ContentKind, Counter[str]] = {}
-        """Open requests, by kind and peer."""
+        self._open: dict[ContentKind, dict[str, _Upload]] = {}
+        """By kind and peer."""
 
     async def serve(self, kind: ContentKind, source: Source, peers_at_once: int | None = None) -> None:
         """Start to answer requests for a kind of content.
 
-        `peers_at_once` bounds the peers served at a time, so that uploads leave room for rounds; others are refused as busy.
+        `peers_at_once` bounds the peers served at a time, so that uploads leave room for rounds; others are refused as busy,
+        unless one of those is too slow: it makes room.
         """
 
         async def answer(stream: Stream) -> None:
             request = unpack(PiecesRequest, await stream.message())
             if kind in self.admit:
                 self.admit[kind](stream.remote, request.name)
-            with self._upload(kind, stream.remote, peers_at_once):
+            with self._upload(kind, stream, peers_at_once) as upload:
                 for index in request.pieces:
-                    await self._send(stream, await stream.alive(source(request.name, index)))
+                    await self._send(stream, await stream.alive(source(request.name, index)), upload)
 
         await self._endpoint.serve(kind, answer)
 
@@ -63,35 +83,50 @@ class ContentServer:
         return len(self._open.get(kind, ()))
 
     @contextlib.contextmanager
-    def _upload(self, kind: ContentKind, peer: str, peers_at_once: int | None) -> Iterator[None]:
+    def _upload(self, kind: ContentKind, stream: Stream, peers_at_once: int | None) -> Iterator[_Upload]:
         """Count an upload while it runs. Raises Refused (busy) at the bound of peers, or of requests by this peer."""
-        served = self._open.setdefault(kind, Counter())
-        if peers_at_once is not None and (len({*served, peer}) > peers_at_once or served[peer] >= REQUESTS_PER_PEER):
+        served, peer, now_s = self._open.setdefault(kind, {}), stream.remote, asyncio.get_running_loop().time()
+        if peers_at_once is not None and peer in served and len(served[peer].streams) >= REQUESTS_PER_PEER:
             raise Refused(Code.BUSY, f"{len(served)} peers are being served", retry_s=BUSY_RETRY_S)
-        served[peer] += 1
+        if peers_at_once is not None and len({*served, peer}) > peers_at_once:
+            _make_room(served, now_s)
+        upload = served.setdefault(peer, _Upload(now_s))
+        upload.streams.add(stream)
         try:
-            yield
+            yield upload
         finally:
-            served[peer] -= 1
-            if not served[peer]:
+            upload.streams.discard(stream)
+            if not upload.streams and served.get(peer) is upload:
                 del served[peer]
 
-    async def _send(self, stream: Stream, body: Body | None) -> None:
+    async def _send(self, stream: Stream, body: Body | None, upload: _Upload) -> None:
         if body is None:
             await self._unless_stalled(stream, b"")
             return
         view = memoryview(body)
-        await self._unless_stalled(stream, len(view).to_bytes(SIZE_BYTES, "big"), view[:CHUNK_BYTES])
-        for start in range(CHUNK_BYTES, len(view), CHUNK_BYTES):
-            await self._unless_stalled(stream, view[start : start + CHUNK_BYTES])
+        size = len(view).to_bytes(SIZE_BYTES, "big")
+        for start in range(0, max(1, len(view)), CHUNK_BYTES):
+            chunk = view[start : start + CHUNK_BYTES]
+            await self._unless_stalled(stream, *((chunk,) if start else (size, chunk)))
+            upload.sent += len(chunk)
 
     async def _unless_stalled(self, stream: Stream, *chunk: bytes | memoryview) -> None:
         """Send; drop a peer that stays connected but accepts nothing."""
         stalled_s = STALLED_SILENCES * self._endpoint.silence_s
         try:
-            await asyncio.wait_for(stream.send(*chunk, kind=Kind.CONTENT), stalled_s)
+            await asyncio.wait_for(stream.alive(stream.send(*chunk, kind=Kind.CONTENT)), stalled_s)
         except asyncio.TimeoutError:
             raise PeerUnreachable(f"{stream.remote[-6:]} accepted nothing for {stalled_s:g} s") from None
+
+
+def _make_room(served: dict[str, _Upload], now_s: float) -> None:
+    """End the slowest upload if no permitted line is as slow. Raises Refused (busy) when there is none."""
+    busy = Refused(Code.BUSY, f"{len(served)} peers are being served", retry_s=BUSY_RETRY_S)
+    slowest = min(served, key=lambda peer: served[peer].rate(now_s), default=None)
+    if slowest is None or served[slowest].rate(now_s) >= SLOWEST_BYTES_PER_S:
+        raise busy
+    for stream in served.pop(slowest).streams:
+        stream.break_off(busy)
 
 
 @dataclass(frozen=True)

@@ -6,38 +6,25 @@ the longest delay when only the campaign's owner can fix it.
 
 from __future__ import annotations
 
-import ipaddress
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
-
-import aiohttp
-import fsspec
 
 from spes_p2p.data.manifest import TokenFile
 from spes_p2p.data.pieces import PIECE_BYTES
 from spes_p2p.data.token_files import NPY_MAGIC
-from spes_p2p.messages.content import PIECES_PER_REQUEST
+from spes_p2p.errors import UnusableUrl
 
 FIRST_BACKOFF_S, MAX_BACKOFF_S = 4.0, 600.0
 SILENCE_S, RANGE_S = 30.0, 600.0
 """Timeouts for a web server's next byte, and for a byte range."""
-MAX_RANGE_BYTES = PIECES_PER_REQUEST * PIECE_BYTES
-"""The most that is asked for at once."""
 TRANSIENT_STATUS = (408, 425, 429)
 """4xx statuses worth retrying soon."""
-ANONYMOUS: dict[str, dict[str, Any]] = {"s3": {"anon": True}, "gs": {"token": "anon"}}
-"""Options that keep a volunteer's credentials from being used for the owner's files."""
 
 
 class UrlFailed(Exception):
     """A token file cannot be read from its URL. The message is one line: file, URL, reason, next step."""
-
-
-class _Unusable(Exception):
-    """The URL answers with something that only its owner can fix."""
 
 
 @dataclass
@@ -77,7 +64,7 @@ class UrlDonor:
                 for index in run:
                     start = (index - run.start) * PIECE_BYTES
                     if not keep(index, content[start : start + PIECE_BYTES]):
-                        raise self._failed(file, state, _Unusable(f"piece {index} differs from the campaign's"))
+                        raise self._failed(file, state, UnusableUrl(f"piece {index} differs from the campaign's"))
             state.failures, state.problem = 0, ""
 
     def problem(self, file: TokenFile) -> str:
@@ -107,14 +94,16 @@ class _Published:
     """A token file opened at its URL. The constructor checks its length and that the server sends byte ranges."""
 
     def __init__(self, url: str, num_bytes: int, allows_private: bool):
-        self._file = _open(url, allows_private)
+        from spes_p2p.data.web_files import open_url  # imports aiohttp and fsspec, which few peers need
+
+        self._file = open_url(url, allows_private, RANGE_S, SILENCE_S)
         size = self._file.size
         if size is None:
-            raise _Unusable("the server does not send byte ranges")
+            raise UnusableUrl("the server does not send byte ranges")
         self._ids_start = size - num_bytes
         """Length of the numpy header, 0 without one."""
         if self._ids_start < 0 or (self._ids_start > 0 and self._range(0, len(NPY_MAGIC)) != NPY_MAGIC):
-            raise _Unusable(f"has {size} bytes, the manifest says {num_bytes} of ids")
+            raise UnusableUrl(f"has {size} bytes, the manifest says {num_bytes} of ids")
         self._range(size - 1, size)
 
     def read(self, start: int, stop: int) -> bytes:
@@ -126,53 +115,10 @@ class _Published:
         try:
             content: bytes = self._file.read(stop - start)
         except ValueError:  # fsspec received the whole file
-            raise _Unusable("the server does not send byte ranges") from None
+            raise UnusableUrl("the server does not send byte ranges") from None
         if len(content) < stop - start:
             raise EOFError(f"the answer ended after {len(content)} of {stop - start} bytes")
         return content
-
-
-class _PublicHosts(aiohttp.TCPConnector):
-    """Connects to public addresses only, whatever a name resolves to and wherever a server redirects."""
-
-    async def _resolve_host(self, host: str, port: int, traces: Any = None) -> Any:
-        found = await super()._resolve_host(host, port, traces)
-        public = [each for each in found if ipaddress.ip_address(each["host"].partition("%")[0]).is_global]
-        if not public:
-            raise _Unusable(f"{host} is in a private network; --private-urls allows that")
-        return public
-
-
-class _Bounded(aiohttp.ClientResponse):
-    """Reads no more than a request asks for, whatever the server sends."""
-
-    async def read(self) -> bytes:
-        """Return the body. Raises _Unusable for one that is too long."""
-        body = bytearray()
-        async for chunk in self.content.iter_any():
-            body += chunk
-            if len(body) > MAX_RANGE_BYTES:
-                self.close()
-                raise _Unusable("the server sends more than it is asked for")
-        return bytes(body)
-
-
-async def _public_client(**options: Any) -> aiohttp.ClientSession:
-    return aiohttp.ClientSession(connector=_PublicHosts(), **options)
-
-
-def _open(url: str, allows_private: bool) -> Any:
-    """Open the URL with the file system of its scheme: fsspec's own parsing would follow chained URLs to local files."""
-    scheme = url.partition("://")[0]
-    options = ANONYMOUS.get(scheme, {})
-    if scheme in ("http", "https"):
-        timeout = aiohttp.ClientTimeout(total=RANGE_S, sock_connect=SILENCE_S, sock_read=SILENCE_S)
-        client = {"timeout": timeout, "response_class": _Bounded, "auto_decompress": False}
-        options = {"client_kwargs": client, "headers": {"Accept-Encoding": "identity"}}
-        if not allows_private:
-            options["get_client"] = _public_client
-    system = fsspec.filesystem(scheme, use_listings_cache=False, **options)
-    return system.open(url, "rb", block_size=PIECE_BYTES, cache_type="none")
 
 
 def _runs(pieces: Sequence[int]) -> Iterator[range]:
@@ -190,7 +136,7 @@ def _is_final(error: Exception) -> bool:
     if status is not None:
         return 400 <= status < 500 and status not in TRANSIENT_STATUS
     is_answer = isinstance(error, (FileNotFoundError, PermissionError)) and error.__cause__ is None
-    return is_answer or isinstance(error, (_Unusable, ImportError, ValueError))
+    return is_answer or isinstance(error, (UnusableUrl, ImportError, ValueError))
 
 
 def _status(error: BaseException | None) -> int | None:
@@ -210,7 +156,7 @@ def _reason(error: Exception) -> str:
         return f"{meaning} (status {status})"
     if isinstance(error, ImportError):
         return f"needs a package that is not installed ({error})"
-    if isinstance(error, _Unusable):
+    if isinstance(error, UnusableUrl):
         return str(error)
     text = str(cause).strip().splitlines()
     return f"cannot be read ({text[0] if text else type(cause).__name__})"

@@ -226,11 +226,13 @@ class CertifiedCommit:
 
 @dataclass(frozen=True)
 class Served:
-    """One peer's rounds of service."""
+    """What one peer has done since it came, or since its probation began again (`admission.add_service`)."""
 
     peer: PeerId
-    rounds: Annotated[int, Ge(-(2**40)), Le(2**40)]
-    """Below 0 after work that did harm."""
+    rounds: Annotated[int, Ge(0), Le(2**40)]
+    """With its work."""
+    audits: Annotated[int, Ge(0), Le(2**40)] = 0
+    """Of its training, passed."""
 
 
 @dataclass(frozen=True)
@@ -239,7 +241,7 @@ class Milestone:
 
     decided: CertifiedCommit
     served: Annotated[tuple[Served, ...], MaxLen(MAX_SERVED)]
-    """Up to this commit, since genesis. Sorted, without zeros."""
+    """Up to this commit, since genesis. Sorted."""
     signature: Signature
     """By the owner's key, over all other fields."""
 

@@ -11,6 +11,7 @@ from annotated_types import MaxLen
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass as checked_dataclass
 
+from spes_p2p.messages.audits import Audited
 from spes_p2p.messages.codec import Extensible
 from spes_p2p.messages.fields import (
     MAX_ADDRESSES,
@@ -37,7 +38,6 @@ from spes_p2p.messages.fields import (
     Word,
 )
 from spes_p2p.messages.methods import PROTOCOL_VERSION
-from spes_p2p.messages.rounds import Audited
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from typing import Annotated
 from annotated_types import MaxLen
 
 from spes_p2p.messages.admission import Invitation
+from spes_p2p.messages.audits import Audited
 from spes_p2p.messages.codec import Extensible, pack, record_id
 from spes_p2p.messages.consensus import Ballot, Control, Signed
 from spes_p2p.messages.fields import (
@@ -40,7 +41,6 @@ from spes_p2p.messages.fields import (
     PartIndex,
     PeerId,
     Rate,
-    Real,
     RevisionNumber,
     Root,
     RootIndex,
@@ -49,7 +49,6 @@ from spes_p2p.messages.fields import (
     Routed,
     Seconds,
     Share,
-    Steps,
     Tokens,
     Version,
     Word,
@@ -64,22 +63,6 @@ class Unanswered:
 
     round: Round
     peer: PeerId
-
-
-@dataclass(frozen=True)
-class Audited:
-    """An auditor's statement: it trained a member's phase again, and compared the update (`rounds/audits.py`)."""
-
-    round: Round
-    """The round that the phase's work went into."""
-    peer: PeerId
-    passed: bool
-    steps: Steps
-    """Steps trained again; 0: the member did not show the moments to which it had committed."""
-    cosine: Real
-    """Of the two updates; NaN without steps."""
-    norm_ratio: Real
-    """Norm of the member's update over that of the auditor's; NaN without steps."""
 
 
 @dataclass(frozen=True)
@@ -127,6 +110,8 @@ class Announcement(Extensible):
     """Digest of the optimizer's state before the phase, to which it commits where phases are audited; empty: not kept."""
     audited: Annotated[tuple[Audited, ...], MaxLen(MAX_AUDITS)] = ()
     """This member's audits of others that no commit has yet."""
+    near: Mask = b""
+    """Members of the last commit to which it lately sent about as fast as to any (`rounds/regions.py`)."""
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError
 from hivemind.utils.timed_storage import MAX_DHT_TIME_DISCREPANCY_SECONDS
 
 from spes_p2p.errors import PeerUnreachable, UserError
+from spes_p2p.net.daemon_process import nobody_answers
 from spes_p2p.net.dht_guard import (
     MAX_SIGNED_RECORD_BYTES,
     DHTGuard,
@@ -22,9 +23,9 @@ from spes_p2p.net.dht_guard import (
     node_id_of,
     owner_of_subkey,
 )
-from spes_p2p.net.identity import RSAIdentity
+from spes_p2p.net.identity import RSAIdentity, Visitor
 from spes_p2p.net.interfaces import MAX_RECORD_BYTES
-from spes_p2p.net.p2pd import Daemon, nobody_answers
+from spes_p2p.net.p2pd import Daemon
 
 T = TypeVar("T")
 
@@ -42,9 +43,14 @@ class DHTRegistry:
 
     def __init__(self, node: DHTNode, records: OwnedRecords):
         self.node = node
-        self.subkey = records.local_public_key
         self._records = records
         self._last_expiry: dict[str, float] = {}
+
+    @property
+    def subkey(self) -> bytes:
+        """This peer's public key; a visitor has none."""
+        key: bytes = self._records.local_public_key
+        return key
 
     async def put(self, key: str, value: bytes, ttl_s: float) -> None:
         """Store under (key, this peer's id). Raises ValueError if it is too large, PeerUnreachable if no peer stored it."""
@@ -89,7 +95,12 @@ class DHTRegistry:
 
 
 async def join_dht(
-    daemon: Daemon, identity: RSAIdentity, initial_peers: Sequence[str], timeout_s: float, *, client_mode: bool = False
+    daemon: Daemon,
+    identity: RSAIdentity | Visitor,
+    initial_peers: Sequence[str],
+    timeout_s: float,
+    *,
+    client_mode: bool = False,
 ) -> tuple[DHTNode, DHTRegistry]:
     """A node of the DHT that the initial peers are in; `client_mode`: it only asks. Raises UserError."""
     records = OwnedRecords(identity)

@@ -28,7 +28,7 @@ from hivemind.utils import MSGPackSerializer
 from hivemind.utils.crypto import RSAPrivateKey
 from hivemind.utils.timed_storage import MAX_DHT_TIME_DISCREPANCY_SECONDS
 
-from spes_p2p.net.identity import RSAIdentity, peer_id_of_public_key
+from spes_p2p.net.identity import RSAIdentity, Visitor, peer_id_of_public_key
 from spes_p2p.net.interfaces import MAX_RECORD_BYTES
 from spes_p2p.net.limits import Allowance
 
@@ -56,8 +56,9 @@ _SUBKEY = re.compile(rb"\[owner:(ssh-rsa [A-Za-z0-9+/=]+)\]")
 class OwnedRecords(RSASignatureValidator):  # type: ignore[misc]
     """Takes only small records of admitted keys whose subkey names an RSA key that signed them, and that expire soon."""
 
-    def __init__(self, identity: RSAIdentity):
-        super().__init__(_hivemind_key(identity.private_key))
+    def __init__(self, identity: RSAIdentity | Visitor):
+        if isinstance(identity, RSAIdentity):  # a visitor stores nothing
+            super().__init__(_hivemind_key(identity.private_key))
         self._admitted: set[bytes] = set()
         self._checked: OrderedDict[tuple[bytes, bytes, bytes, float], bool] = OrderedDict()
         self._checks = Allowance(CHECKS_PER_S, CHECKS_BURST)
@@ -144,7 +145,7 @@ class DHTGuard:
         now = asyncio.get_running_loop().time()
         if sender not in self._prefixes and now >= self._looked_at + ADDRESSES_EVERY_S:
             self._looked_at = now
-            self._prefixes = {peer: _prefix(seen) for peer, seen in (await self._addresses()).items()}
+            self._prefixes = {peer: network_of(seen) for peer, seen in (await self._addresses()).items()}
         prefix = self._prefixes.get(sender, "")
         if prefix and Counter(self._prefixes.get(owner or "", "") for owner in owners)[prefix] >= RECORDS_PER_PREFIX:
             raise ValueError("too many records from one network")
@@ -189,8 +190,8 @@ def owner_of_subkey(subkey: object) -> str | None:
     return peer_id_of_public_key(key) if isinstance(key, rsa.RSAPublicKey) else None
 
 
-def _prefix(addresses: Iterable[str]) -> str:
-    """Return the network from which a peer is connected; "" when it is this machine's or unknown."""
+def network_of(addresses: Iterable[str]) -> str:
+    """Return the network from which a peer is connected; "" when it is this machine's, a relay's, or unknown."""
     for address in addresses:
         parts = address.split("/")
         try:

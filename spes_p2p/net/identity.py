@@ -1,4 +1,4 @@
-"""A peer's key pair: RSA as libp2p uses it, and a cheap stand-in for swarms in one process.
+"""A peer's key pair: RSA as libp2p uses it.
 
 The identity file is hivemind's (a protobuf `PrivateKey` of type RSA), so the peer daemon, the DHT and our signatures use one
 key: a peer id is the base58 multihash of the public key.
@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import os
 import tempfile
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
@@ -76,6 +77,18 @@ class RSAIdentity:
     def _endorsed(self, session: bytes) -> bytes:
         endorsement = self._key.sign(_ENDORSEMENT + session, _PADDING, hashes.SHA256())
         return len(self._public_der).to_bytes(2, "big") + self._public_der + endorsement + session
+
+
+@dataclass(frozen=True)
+class Visitor:
+    """The identity of a client that only asks: the key is the peer daemon's, and nothing is signed with it."""
+
+    peer_id: str
+    verify = staticmethod(RSAIdentity.verify)
+
+    def sign(self, message: bytes) -> bytes:
+        """Raises RuntimeError."""
+        raise RuntimeError("a visitor signs nothing")
 
 
 def peer_id_of_public_key(key: rsa.RSAPublicKey) -> str:

@@ -31,11 +31,13 @@ from spes_p2p.config.addresses import (
     peer_of,
 )
 from spes_p2p.errors import PeerUnreachable, UserError
+from spes_p2p.net.connections import Connections
+from spes_p2p.net.daemon_process import StartedDaemon
 from spes_p2p.net.dht import DHTRegistry, join_dht
-from spes_p2p.net.identity import RSAIdentity
+from spes_p2p.net.identity import RSAIdentity, Visitor
 from spes_p2p.net.interfaces import World
 from spes_p2p.net.limits import UNLIMITED, Line
-from spes_p2p.net.p2pd import Daemon, relayed_by, start_daemon
+from spes_p2p.net.p2pd import Daemon, control_daemon, relayed_by, start_daemon
 from spes_p2p.net.tasks import end_tasks
 from spes_p2p.net.transport import OPEN_TIMEOUT_S, Libp2pTransport, visible_addresses
 from spes_p2p.storage.interfaces import Store
@@ -59,15 +61,16 @@ class Libp2p:
         daemon: Daemon,
         node: DHTNode,
         registry: DHTRegistry,
-        identity: RSAIdentity,
-        lock: IO[bytes],
+        identity: RSAIdentity | Visitor,
+        lock: IO[bytes] | None,
         addresses: tuple[str, ...],
     ):
         self.identity = identity
         self.transport = Libp2pTransport(daemon, addresses)
         self.registry = registry
         self._daemon, self._node, self._lock = daemon, node, lock
-        self._keeping = asyncio.get_running_loop().create_task(self.transport.keep_addresses())
+        connections, loop = Connections(daemon.open_connections, daemon.close_connections), asyncio.get_running_loop()
+        self._keeping = [loop.create_task(each) for each in (self.transport.keep_addresses(), connections.keep_bounded())]
 
     @property
     def daemon_pid(self) -> int:
@@ -113,14 +116,15 @@ class Libp2p:
 
     async def close(self) -> None:
         """Leave the DHT, end the daemon, remove its sockets, release the identity."""
-        await end_tasks([self._keeping])
+        await end_tasks(self._keeping)
         try:
             if self._daemon.is_running:
                 with suppress(asyncio.TimeoutError):
                     await asyncio.wait_for(self._node.shutdown(), GOODBYE_TIMEOUT_S)
         finally:
             await self._daemon.close()
-            self._lock.close()
+            if self._lock is not None:
+                self._lock.close()
 
 
 async def start_libp2p(
@@ -167,6 +171,18 @@ async def start_libp2p(
     except BaseException:
         await daemon.close()
         lock.close()
+        raise
+
+
+async def visit(started: StartedDaemon, initial_peers: Sequence[str]) -> Libp2p:
+    """Connect as a client that stores nothing, over a visitor's daemon. Raises UserError if no initial peer can be reached."""
+    daemon = await control_daemon(started, initial_peers, START_TIMEOUT_S)
+    try:
+        visitor = Visitor(str(daemon.peer_id))
+        node, registry = await join_dht(daemon, visitor, initial_peers, START_TIMEOUT_S, client_mode=True)
+        return Libp2p(daemon, node, registry, visitor, None, ())
+    except BaseException:
+        await daemon.close()
         raise
 
 

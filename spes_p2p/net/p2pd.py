@@ -7,36 +7,36 @@ the next start removes sockets that dead processes left in /tmp.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
-import re
-import socket
-import sys
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
+import secrets
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from hivemind.p2p import P2P, P2PContext, PeerID
+from hivemind.p2p.p2p_daemon_bindings import p2pclient
 from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError, read_pbmsg_safe, write_pbmsg
 from hivemind.proto import p2pd_pb2
 from hivemind.utils.multiaddr import Multiaddr
 
-from spes_p2p.config.addresses import host_and_port
-from spes_p2p.errors import NobodyAnswers, PeerUnreachable, Refused, UserError
+from spes_p2p.errors import PeerUnreachable, Refused, UserError
 from spes_p2p.messages.refusals import Code
-from spes_p2p.net import die_with_parent
 from spes_p2p.net.byte_stream import ByteStream
+from spes_p2p.net.daemon_process import (
+    SOCKET_DIRECTORY,
+    StartedDaemon,
+    is_any_listening,
+    nobody_answers,
+    remove_stale_sockets,
+    under_guard,
+)
 from spes_p2p.net.dht_guard import MAX_REQUEST_BYTES, DHTGuard
-from spes_p2p.net.tasks import end_tasks
 
 logger = logging.getLogger(__name__)
 
-SOCKET_DIRECTORY = Path("/tmp")  # control sockets need short paths
-SOCKET_NAME = re.compile(r"spes-p2p-(\d+)-.*\.sock")
 EXIT_TIMEOUT_S = 5.0
-ANSWER_TIMEOUT_S = 5.0
-"""Bounds a TCP connection to an initial peer: three tries of the kernel. p2pd itself waits for four times as long."""
 CIRCUIT = "/p2p-circuit"
 P2P_CODE, CIRCUIT_CODE = bytes.fromhex("a503"), bytes.fromhex("a202")
 """Codes of the multiaddr components /p2p and /p2p-circuit: 421 and 290 as varints."""
@@ -58,12 +58,30 @@ class Daemon(P2P):  # type: ignore[misc]
         self.guard: DHTGuard | None = None
         """Decides about requests to the DHT node; None: there is no node."""
 
+    @classmethod
+    async def of(cls, started: StartedDaemon, timeout_s: float) -> Daemon:
+        """Connect to this daemon, as `create` does with its own. Raises P2PDaemonError."""
+        self, ready = cls(), asyncio.get_running_loop().create_future()
+        self._child, self._alive = started.process, True
+        self._daemon_listen_maddr = Multiaddr(f"/unix{started.socket}")
+        self._client_listen_maddr = Multiaddr(f"{cls._UNIX_SOCKET_PREFIX}p2pclient-{secrets.token_urlsafe(8)}.sock")
+        self._reader_task = asyncio.create_task(self._read_outputs(ready))
+        try:
+            await asyncio.wait_for(ready, timeout_s)
+            self._client = await p2pclient.Client.create(self._daemon_listen_maddr, self._client_listen_maddr)
+            await self._ping_daemon()
+            return self
+        except BaseException as error:
+            self._terminate()
+            if isinstance(error, asyncio.TimeoutError):
+                raise P2PDaemonError(f"Daemon failed to start in {timeout_s:g} seconds") from None
+            raise
+
     @staticmethod
     def _make_process_args(*args: Any, **kwargs: Any) -> list[str]:
-        wrapper = [sys.executable, "-I", "-S", str(die_with_parent.__file__), str(os.getpid())]
         if "trustedRelays" in kwargs:
             kwargs["relayDiscovery"] = False  # otherwise the daemon searches for other relays and does not try these
-        return wrapper + list(P2P._make_process_args(*args, **kwargs))
+        return under_guard() + list(P2P._make_process_args(*args, **kwargs))
 
     async def _add_protobuf_unary_handler(
         self, handle_name: str, handler: Callable[..., Awaitable[Any]], input_protobuf_type: Any, balanced: bool = False
@@ -83,7 +101,15 @@ class Daemon(P2P):  # type: ignore[misc]
 
     async def connections(self) -> dict[str, list[str]]:
         """Return the multiaddrs of the open connections, by peer."""
-        return {str(info.peer_id): [str(address) for address in info.addrs] for info in await self.list_peers()}
+        return dict(await self.open_connections())
+
+    async def open_connections(self) -> list[tuple[str, list[str]]]:
+        """Return each open connection's peer and multiaddrs."""
+        return [(str(info.peer_id), [str(address) for address in info.addrs]) for info in await self.list_peers()]
+
+    async def close_connections(self, peer: str) -> None:
+        """Close all connections with a peer."""
+        await self._client.disconnect(PeerID.from_base58(peer))
 
     async def connect(self, peer: str, addresses: Sequence[str], timeout_s: float) -> None:
         """Dial a peer at these multiaddrs; without any, look it up in the DHT. Raises PeerUnreachable."""
@@ -193,55 +219,29 @@ async def start_daemon(initial_peers: Sequence[str], timeout_s: float, **options
     if initial_peers and not await is_any_listening(initial_peers):
         raise nobody_answers(initial_peers)
     remove_stale_sockets()
-    try:
+    with _explained(initial_peers):
         daemon: Daemon = await Daemon.create(
             initial_peers=list(initial_peers) or None, startup_timeout=timeout_s, check_if_identity_free=False, **options
         )
         return daemon
+
+
+async def control_daemon(started: StartedDaemon, initial_peers: Sequence[str], timeout_s: float) -> Daemon:
+    """Connect to a daemon that this process has started. Raises UserError as `start_daemon`."""
+    with _explained(initial_peers):
+        return await Daemon.of(started, timeout_s)
+
+
+@contextlib.contextmanager
+def _explained(initial_peers: Sequence[str]) -> Iterator[None]:
+    try:
+        yield
     except P2PDaemonError as error:
         remove_stale_sockets()
         message = " ".join(str(error).split())
         if initial_peers and ("bootstrap peers" in message or "failed to start in" in message):
             raise nobody_answers(initial_peers) from None
         raise UserError(f"the peer daemon did not start: {message}") from None
-
-
-async def is_any_listening(addresses: Sequence[str]) -> bool:
-    """Return whether one of these multiaddrs accepts a TCP connection within ANSWER_TIMEOUT_S."""
-    tries = [asyncio.ensure_future(_is_listening_at(address)) for address in addresses]
-    try:
-        for answer in asyncio.as_completed(tries):
-            if await answer:
-                return True
-        return False
-    finally:
-        await end_tasks(tries)
-
-
-async def _is_listening_at(address: str) -> bool:
-    try:
-        _, writer = await asyncio.wait_for(asyncio.open_connection(*host_and_port(address)), ANSWER_TIMEOUT_S)
-    except (OSError, asyncio.TimeoutError):
-        return False
-    writer.close()
-    return True
-
-
-def nobody_answers(initial_peers: Sequence[str]) -> NobodyAnswers:
-    """Return the error for users when no initial peer can be reached."""
-    return NobodyAnswers(
-        f"no peer answers at {', '.join(initial_peers)}; check the address (with another run-dir a peer has another "
-        "id after /p2p/), that the bootstrap peer runs, and that a firewall does not block its port"
-    )
-
-
-def remove_stale_sockets() -> None:
-    """Remove the sockets in /tmp of dead processes and of daemons that failed to start."""
-    for path in SOCKET_DIRECTORY.glob("spes-p2p-*.sock"):
-        match = SOCKET_NAME.fullmatch(path.name)
-        if match and (int(match[1]) == os.getpid() or not _is_process(int(match[1]))) and not _is_listening(path):
-            with suppress(OSError):
-                path.unlink()
 
 
 def _retrieve(task: asyncio.Task[None] | None) -> None:
@@ -275,22 +275,3 @@ def _explain(whom: str, message: str) -> Exception:
     if "protocols not supported" in message:
         return Refused(Code.UNKNOWN_METHOD, f"{whom} does not serve this: {message}")
     return PeerUnreachable(f"{whom}: {' '.join(message.split())}")
-
-
-def _is_process(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass
-    return True
-
-
-def _is_listening(path: Path) -> bool:
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        try:
-            probe.connect(str(path))
-        except OSError:
-            return False
-    return True

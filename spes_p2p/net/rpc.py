@@ -13,6 +13,7 @@ import contextlib
 import logging
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from functools import partial
 from typing import Any, TypeVar
 
 from spes_p2p.errors import PeerUnreachable, Refused, UserError
@@ -25,6 +26,7 @@ from spes_p2p.net.heartbeats import Heartbeats
 from spes_p2p.net.intake import Intake
 from spes_p2p.net.interfaces import Channel, Transport
 from spes_p2p.net.limits import UNLIMITED, Line
+from spes_p2p.net.nearness import Nearness
 from spes_p2p.net.pipe import pipe
 from spes_p2p.net.shares import STREAM_COST, Shares
 from spes_p2p.net.tasks import end_tasks
@@ -272,6 +274,7 @@ class RpcEndpoint:
         self.transport = transport
         self._line = line
         self.upload = Throughput(line.up.bytes_per_s if line.up is not None else None)
+        self.nearness = Nearness()
         self.detector = SilenceDetector(silence_s)
         self.shares = Shares()
         self.sent: Counter[str] = Counter()
@@ -355,10 +358,12 @@ class RpcEndpoint:
             task.cancel()
 
     async def _answer(self, method: str, channel: Channel) -> None:
-        if not self.shares.enter(channel.remote):
+        place = self.shares.enter(channel.remote)
+        if place is None:
             channel.abort()
             return
         stream = self._stream(channel, method, is_answer=False)
+        place.end = partial(stream.break_off, PeerUnreachable(f"{channel.remote[-6:]} makes room for other newcomers"))
         stream.expect_request()
         try:
             await self.shares.pace(channel.remote, STREAM_COST)
@@ -380,7 +385,7 @@ class RpcEndpoint:
             logger.exception("%s from %s failed", method, channel.remote[-6:])
         finally:
             await stream.close()
-            self.shares.leave(channel.remote)
+            self.shares.leave(place)
 
     def _stream(self, channel: Channel, method: str, is_answer: bool) -> Stream:
         remote = channel.remote

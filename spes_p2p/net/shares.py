@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from spes_p2p.net.limits import Pacer
 
@@ -35,13 +36,23 @@ FRAME_COST, STREAM_COST = 2**7, 2**10
 """Bytes that a frame and a stream count for in addition: as much time as handling them takes."""
 
 
+@dataclass(eq=False)
+class Place:
+    """What one stream takes of the accounts."""
+
+    peer: str
+    end: Callable[[], None] = lambda: None
+    """Breaks the stream off."""
+
+
 class Shares:
     """The accounts of one endpoint."""
 
     def __init__(self) -> None:
         self.is_known: Callable[[str], bool] = lambda peer: True
         """Whether a peer takes part in the rounds; all others are outsiders."""
-        self._streams: Counter[str] = Counter()
+        self._places: dict[str, list[Place]] = {}
+        """Open streams, by peer."""
         self._held: Counter[str] = Counter()
         self._outsiders: set[str] = set()
         """Peers with open streams or held bytes that were outsiders when they came."""
@@ -49,23 +60,32 @@ class Shares:
         self._pace: dict[str, Pacer] = {}
         self._pace_of_all = Pacer(OUTSIDERS_BITS, OUTSIDERS_BURST_S)
 
-    def enter(self, peer: str) -> bool:
-        """Count a stream that this peer opened; False when it has too many."""
-        if self.is_known(peer):
-            limit = STREAMS_PER_PEER
-        else:
-            others = sum(self._streams[each] for each in self._outsiders if each != peer)
-            limit = min(STREAMS_PER_OUTSIDER, STREAMS_OF_OUTSIDERS - others)
-        if self._streams[peer] >= limit:
-            return False
-        self._streams[peer] += 1
-        self._see(peer)
-        return True
+    def enter(self, peer: str) -> Place | None:
+        """Count a stream that this peer opened; None when it has too many.
 
-    def leave(self, peer: str) -> None:
-        """Note that a stream of this peer has ended."""
-        self._streams[peer] -= 1
-        self._forget_if_gone(peer)
+        Where all outsiders have too many, one that has more than this peer loses its last.
+        """
+        is_known, own = self.is_known(peer), len(self._places.get(peer, ()))
+        if own >= (STREAMS_PER_PEER if is_known else STREAMS_PER_OUTSIDER):
+            return None
+        if not is_known and sum(len(self._places.get(each, ())) for each in self._outsiders) >= STREAMS_OF_OUTSIDERS:
+            greediest = max(self._outsiders, key=lambda each: len(self._places.get(each, ())))
+            if len(self._places[greediest]) <= own + 1:
+                return None
+            last = self._places[greediest][-1]
+            self.leave(last)
+            last.end()
+        place = Place(peer)
+        self._places.setdefault(peer, []).append(place)
+        self._see(peer)
+        return place
+
+    def leave(self, place: Place) -> None:
+        """Note that a stream has ended."""
+        places = self._places.get(place.peer, [])
+        if place in places:
+            places.remove(place)
+            self._forget_if_gone(place.peer)
 
     async def hold(self, peer: str, size: int) -> None:
         """Wait until this many more bytes may be held for a peer."""
@@ -103,6 +123,7 @@ class Shares:
             self._outsiders.add(peer)
 
     def _forget_if_gone(self, peer: str) -> None:
-        if self._streams[peer] <= 0 and self._held[peer] <= 0:
-            del self._streams[peer], self._held[peer]
+        if not self._places.get(peer) and self._held[peer] <= 0:
+            self._places.pop(peer, None)
+            del self._held[peer]
             self._outsiders.discard(peer)

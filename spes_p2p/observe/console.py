@@ -11,7 +11,8 @@ from spes_p2p.messages.presence import PeerStatus, RoundRecord
 from spes_p2p.observe import events
 from spes_p2p.observe.events import BEFORE_TRAINING, BaseRestored, Event, RoundCommitted
 from spes_p2p.observe.log import EVENT
-from spes_p2p.observe.status import StatusBoard, gather, holds_rounds_up, sync_seconds
+from spes_p2p.observe.status import StatusBoard
+from spes_p2p.observe.swarm_status import gather, holds_rounds_up, sync_seconds
 from spes_p2p.observe.units import (
     counted,
     human_bytes,
@@ -206,7 +207,9 @@ class RoundLog:
             (f"trained {human_seconds(train_s)}{self._utilisation}" if train_s else "trained nothing") if trains else "",
             f"synced {human_seconds(sync_s)}, {human_bytes(event.sent_bytes)} up, {human_bytes(event.received_bytes)} down",
         ]
-        is_slow = trains and holds_rounds_up(event.upload, event.median_upload, status.round_seconds)
+        is_slow = trains and holds_rounds_up(
+            event.upload, event.median_upload, status.round_seconds, self._slow_rounds > 0
+        )
         self._slow_rounds = self._slow_rounds + 1 if is_slow else 0
         if self._slow_rounds > 1 and self._clock() - self._complained_at >= SLOW_LINK_EVERY_S:
             self._complained_at = self._clock()

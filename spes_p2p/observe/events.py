@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from spes_p2p.messages.rounds import Audited
+from spes_p2p.messages.audits import Audited
 
 BEFORE_TRAINING = -1
 """`round` of base 0. Round 0 assembles the swarm and leaves base 0 as it is; rounds 1 to total_rounds move weights."""

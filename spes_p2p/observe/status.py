@@ -1,29 +1,23 @@
-"""The status of a peer, updated by events, and the state of a swarm, merged from the statuses of its peers."""
+"""The status of a peer, updated by events."""
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from spes_p2p.messages.fields import LONGEST_WORD, MAX_AUDITS
 from spes_p2p.messages.presence import PeerStatus
-from spes_p2p.messages.rounds import Audited
 from spes_p2p.observe import events
 from spes_p2p.observe.events import BaseRestored, Event, RoundCommitted, seconds_by_stage
-from spes_p2p.observe.json_values import to_json
 
 KEPT_STAGES = 12
 """Maximum number of recorded stages of the current round; a stalled round can have many."""
 PACE_ROUNDS = 8
 """Estimate the time left from the median duration of this many rounds."""
-SLOW_LINE = 4.0
-"""A line is slow if its upload is less than the median by this factor."""
-WAITING_SHARE = 0.25
-"""Rounds that take less than this share of the training before them are not worth a remark."""
 
 
 class StatusBoard:
@@ -151,168 +145,3 @@ class StatusBoard:
 
     def _set(self, **changes: Any) -> None:
         self._status = replace(self._status, **changes)
-
-
-@dataclass(frozen=True)
-class SwarmStatus:
-    """State of the swarm as the queried peers know it. The leading peers are those with the newest base."""
-
-    campaign: str
-    campaign_hash: str
-    protocol: int
-    round: int
-    """The last committed round; round 0 only assembles the swarm."""
-    total_rounds: int
-    """Number of the campaign's last round."""
-    campaign_step: int
-    total_steps: int
-    total_tokens: int
-    loss: float
-    validation_loss: float
-    validation_round: int
-    """The last round in the newest evaluated base."""
-    learning_rate: float
-    merge_alpha: float
-    tokens_per_second: float
-    """Sum over the trainers."""
-    seconds_left: float
-    base_digest: str
-    digests_equal: bool
-    """Whether all leading peers report the same digest."""
-    round_tokens: int
-    round_sent_bytes: int
-    """Sum over the leading peers in the last round."""
-    round_received_bytes: int
-    round_seconds: Mapping[str, float]
-    """Seconds of the last round by stage, maximum over the leading peers."""
-    owners: tuple[tuple[str, ...], ...]
-    ownerless: tuple[int, ...]
-    """Experts without a trainer, once the swarm is assembled."""
-    electorate: tuple[str, ...]
-    """The electors of the next round."""
-    electors_missing: tuple[str, ...]
-    """Electors that did not answer."""
-    failures: Mapping[str, int]
-    """Failed attempts by reason, maximum over the peers: all members count the same attempt."""
-    digest_mismatches: int
-    dropped_tokens: int
-    """Tokens of discarded work, sum over the peers."""
-    peers: tuple[PeerStatus, ...]
-    """Trainers first, then by id."""
-    state: str
-    """State set by the owner: running, paused, stopped."""
-    control: str
-    """Description of the owner's orders; empty if there are none."""
-    scores: Mapping[str, float]
-    """By member, in an open campaign: nats per token by which its experts' last steps lower the held-out loss. The median over
-    the vouched trainers that judged; negative: harm."""
-    audits: Mapping[str, Audited]
-    """By member, in an open campaign: the last audit of its training, by any auditor."""
-
-    @property
-    def assembled(self) -> bool:
-        """Whether round 0 has assigned the experts."""
-        return any(self.owners)
-
-    @property
-    def majority_missing(self) -> bool:
-        """Whether too few electors answer to decide a round."""
-        return bool(self.electorate) and 2 * (len(self.electorate) - len(self.electors_missing)) <= len(self.electorate)
-
-    @property
-    def done(self) -> bool:
-        """Whether the campaign's last round is committed."""
-        return self.assembled and self.round >= self.total_rounds
-
-
-_OF_ONE_PEER = ("campaign", "campaign_hash", "protocol", "total_rounds", "campaign_step", "total_steps", "total_tokens", "loss",
-                "learning_rate", "merge_alpha", "base_digest", "round_tokens", "owners", "electorate", "state", "control")
-"""Fields of SwarmStatus that are copied from the best informed leading peer."""
-
-
-def gather(statuses: Sequence[PeerStatus]) -> SwarmStatus:
-    """Merge the peers' answers. Raises ValueError if there is none."""
-    if not statuses:
-        raise ValueError("no peer answered")
-    peers = tuple(sorted(statuses, key=lambda status: (status.role != "trainer", status.peer_id)))
-    with_base = [status for status in peers if status.base_digest] or peers
-    newest = max(status.round for status in with_base)
-    leading = [status for status in with_base if status.round == newest]
-    agreeing = Counter((status.base_digest, status.loss) for status in leading)
-
-    def standing(status: PeerStatus) -> tuple[bool, bool, int]:
-        """A peer that only downloaded the base has no loss or pace: prefer one that took part, and says what most say."""
-        return status.peer_id in status.members, math.isfinite(status.loss), agreeing[status.base_digest, status.loss]
-
-    best = max(leading, key=standing)
-    lefts = (status.seconds_left for status in (best, *leading, *peers))
-    validation_round, validation_loss = _held_out(with_base)
-    return SwarmStatus(
-        **{name: getattr(best, name) for name in _OF_ONE_PEER},
-        round=newest,
-        validation_loss=validation_loss,
-        validation_round=validation_round,
-        tokens_per_second=sum(status.tokens_per_second for status in peers if status.role == "trainer"),
-        seconds_left=next((left for left in lefts if math.isfinite(left)), math.nan),
-        digests_equal=len({status.base_digest for status in leading if status.base_digest}) <= 1,
-        round_sent_bytes=sum(status.round_sent_bytes for status in leading),
-        round_received_bytes=sum(status.round_received_bytes for status in leading),
-        round_seconds=_largest([status.round_seconds for status in leading]),
-        ownerless=tuple(expert for expert, owners in enumerate(best.owners) if not owners) if any(best.owners) else (),
-        electors_missing=tuple(sorted(set(best.electorate) - {status.peer_id for status in peers})),
-        failures={reason: int(count) for reason, count in _largest([status.failures for status in peers]).items()},
-        digest_mismatches=sum(status.digest_mismatches for status in peers),
-        dropped_tokens=sum(status.dropped_tokens for status in peers),
-        peers=peers,
-        scores=_scores(peers),
-        audits=_audits(peers),
-    )
-
-
-def _held_out(peers: Sequence[PeerStatus]) -> tuple[int, float]:
-    """Return the newest evaluated round that at least two peers name, any of two peers at most, and the median of its losses.
-
-    The evaluator is the first to know a loss; the others hear it with the next round.
-    """
-    by_round: dict[int, list[float]] = {}
-    for status in peers:
-        if math.isfinite(status.validation_loss):
-            by_round.setdefault(status.validation_round, []).append(status.validation_loss)
-    needed = 2 if len(peers) > 2 else 1
-    found = [number for number, losses in by_round.items() if len(losses) >= needed] or list(by_round)
-    return (max(found), statistics.median_low(by_round[max(found)])) if found else (0, math.nan)
-
-
-def _scores(peers: Sequence[PeerStatus]) -> dict[str, float]:
-    members = sorted({member for status in peers for member in status.scores})
-    return {each: statistics.median(status.scores[each] for status in peers if each in status.scores) for each in members}
-
-
-def _audits(peers: Sequence[PeerStatus]) -> dict[str, Audited]:
-    made = (audit for status in peers for audit in status.audits)
-    return {audit.peer: audit for audit in sorted(made, key=lambda audit: audit.round)}
-
-
-def swarm_status(statuses: Sequence[PeerStatus]) -> dict[str, Any]:
-    """Return the document of `spes-p2p status --json`: SwarmStatus as JSON values (unknown numbers are null)."""
-    document: dict[str, Any] = to_json(gather(statuses))
-    return document
-
-
-def holds_rounds_up(upload: float, median_upload: float, round_seconds: Mapping[str, float]) -> bool:
-    """Whether a line is much slower than the median, in bytes per second (0: unknown), where rounds take time worth saving."""
-    train_s = round_seconds.get("train", 0.0)
-    return 0 < SLOW_LINE * upload < median_upload and sync_seconds(round_seconds) > WAITING_SHARE * train_s
-
-
-def sync_seconds(round_seconds: Mapping[str, float]) -> float:
-    """Return the seconds of a round without training."""
-    return sum(seconds_by_stage(round_seconds).values())
-
-
-def _largest(counts: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    largest: dict[str, float] = {}
-    for mapping in counts:
-        for name, value in mapping.items():
-            largest[name] = max(value, largest.get(name, value))
-    return largest

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from spes_p2p.messages.presence import PeerStatus
-from spes_p2p.observe.status import SwarmStatus, gather, sync_seconds
+from spes_p2p.observe.swarm_status import SwarmStatus, gather, sync_seconds
 from spes_p2p.observe.units import (
     UNKNOWN,
     counted,
@@ -241,7 +241,9 @@ def troubles(swarm: SwarmStatus) -> list[str]:
         found.append(f"no peer trains expert {human_indices(swarm.ownerless)}")
     if not swarm.digests_equal:
         found.append(f"peers at round {swarm.round} hold different bases")
-    if swarm.electors_missing and not swarm.done:
+    if swarm.is_asleep and swarm.state != "stopped":
+        found.append("no trainer is here; rounds go on when one joins")
+    elif swarm.electors_missing and not swarm.done:
         missing = ", ".join(short_peer(peer) for peer in swarm.electors_missing)
         wait = "; rounds wait until a majority is back or the swarm reforms" if swarm.majority_missing else ""
         found.append(f"{len(swarm.electors_missing)} of {len(swarm.electorate)} electors do not answer ({missing}){wait}")

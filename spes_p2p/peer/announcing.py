@@ -7,13 +7,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from spes_p2p.consensus.signed import sign
+from spes_p2p.messages.audits import Audited
 from spes_p2p.messages.consensus import Signed
-from spes_p2p.messages.rounds import Announcement, Audited, Unanswered
+from spes_p2p.messages.rounds import Announcement, Unanswered
 from spes_p2p.peer.node import Node
 from spes_p2p.peer.phases import PhaseRunner
 from spes_p2p.peer.replica import Replica
 from spes_p2p.peer.samples import AssignedSamples
 from spes_p2p.rounds.archive import archived_rounds
+from spes_p2p.rounds.parts import to_mask
 
 
 @dataclass(frozen=True)
@@ -48,12 +50,17 @@ class Announcer:
         self._samples, self._phases = samples, phases
         self._frozen_at_s = 0.0
         """Loop time."""
+        self._near = b""
 
     async def freeze_update(self) -> None:
         """Take all pending work as the update of the next round."""
         self._frozen_at_s = asyncio.get_running_loop().time()
-        await self._node.world.run_blocking(self._replica.announce)
+        node = self._node
+        await node.world.run_blocking(self._replica.announce)
         self._samples.announce()
+        members = node.log.commit_at(self._replica.base.round).members
+        near = node.endpoint.nearness.near(members)
+        self._near = to_mask({i for i, peer in enumerate(members) if peer in near}, len(members)) if near else b""
 
     def announcement(self, attempt: int) -> Signed:
         """Return the signed announcement for this attempt's coordinator."""
@@ -84,5 +91,6 @@ class Announcer:
             team=node.named[1],
             moments=self._phases.moments.digest(base.round + 1),
             audited=self._audited(),
+            near=self._near,
         )
         return sign(announcement, node.world.identity)

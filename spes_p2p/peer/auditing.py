@@ -16,13 +16,15 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from spes_p2p.consensus.admission import NO_SERVICE
 from spes_p2p.consensus.signed import read_signed
 from spes_p2p.content.pieces import BadPiece, Body, Content, Piece
 from spes_p2p.errors import Diverged, PeerUnreachable, Refused, UserError
+from spes_p2p.messages.audits import Audited
 from spes_p2p.messages.codec import WireError
 from spes_p2p.messages.consensus import Workload
 from spes_p2p.messages.fields import MAX_AUDITS
-from spes_p2p.messages.rounds import Announcement, Audited
+from spes_p2p.messages.rounds import Announcement
 from spes_p2p.model.layout import Placed
 from spes_p2p.observe.events import Observer, PhaseAudited
 from spes_p2p.peer.checking import Checking
@@ -117,14 +119,12 @@ class Auditing:
         is_next = commit.parent == before.commit and commit.id == log.last.id and before.plan is not None
         if self._case is not None or not are_audited(config) or self._replica.trainer is None or not is_next:
             return None
-        recent, served = log.recent(commit.round), log.rounds_served(commit.round)
+        recent, services = log.recent(commit.round), log.services(commit.round)
         work = audited_work(commit, log.commit_at(before.round))
         vouched = {member.peer for member in applied.plan.members if member.standing == "vouched"}
-        drawn = [
-            peer for peer in in_order(commit, work.keys() - vouched, recent)
-            if auditor_of(commit, peer) == me and is_drawn(commit, peer, config.sync.audited_share, served.get(peer, 0), recent)
-        ]
-        cases = (self._case_of(peer, work[peer], before, applied) for peer in drawn)
+        share, mine = config.sync.audited_share, [peer for peer in work.keys() - vouched if auditor_of(commit, peer) == me]
+        drawn = [peer for peer in mine if is_drawn(commit, peer, share, services.get(peer, NO_SERVICE), recent)]
+        cases = (self._case_of(peer, work[peer], before, applied) for peer in in_order(commit, drawn, recent))
         return next((case for case in cases if case is not None), None)
 
     def _case_of(self, peer: str, work: Workload, before: Base, applied: Applied) -> Case | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from spes_p2p.consensus.signed import read_signed
 from spes_p2p.errors import Refused
@@ -18,10 +18,14 @@ from spes_p2p.net.rpc import Stream
 from spes_p2p.peer.gathering import PING_EVERY_S, Gathering, RoundContext
 from spes_p2p.peer.transfers import COMPLAINT_SILENCES
 from spes_p2p.rounds.commit import check_staged, disagreeing, lost_reducers
-from spes_p2p.rounds.parts import exchange_limit_s
+from spes_p2p.rounds.parts import exchange_limit_s, exchange_s
+from spes_p2p.rounds.planned import trusted
 from spes_p2p.rounds.results import Results
 
 logger = logging.getLogger(__name__)
+
+KNOWN_PATIENCE = 2.0
+"""Where most members are strangers, wait for half of the others and for this many times what the lines of those need."""
 
 
 class StagedReports:
@@ -85,9 +89,12 @@ class StagedReports:
         """Wait for the report of every living member; move the parts of lost reducers to backups meanwhile."""
         loop = asyncio.get_running_loop()
         started = loop.time()
-        limit_s: float = await self._run_blocking(exchange_limit_s, self.results.parts, self.results.plan.members)
+        parts, members = self.results.parts, self.results.plan.members
+        limit_s: float = await self._run_blocking(exchange_limit_s, parts, members)
+        known = trusted(members)
+        known_s: float = KNOWN_PATIENCE * await self._run_blocking(exchange_s, parts, members, known)
         deadline = started + 2 * limit_s
-        names = [member.peer for member in self.results.plan.members]
+        names = [member.peer for member in members]
         half_at: float | None = None
         alive, changed = self._members.alive, self._members.changed
         while (now := loop.time()) < deadline:
@@ -108,25 +115,30 @@ class StagedReports:
                     return
                 await self._ask_in_full([names[i] for i in unclear])
                 half_at = now  # they get the same time once more
-            elif half_at is None and 2 * len(self.staged) >= len(names):
+            elif half_at is None and (self._has_half(range(len(names))) or (now - started > known_s and self._has_half(known))):
                 half_at = now
             elif half_at is not None and now - half_at > self._patience(half_at - started):
                 self._give_up(waiting)
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(changed.wait(), min(PING_EVERY_S, deadline - now))
 
+    def _has_half(self, members: Collection[int]) -> bool:
+        return 2 * len(self.staged.keys() & set(members)) >= len(members)
+
     def _stalled_reducers(self, now: float) -> list[int]:
         """Return the reducers about which half of the members complain, and all that contribute to their parts, or for long.
 
         A reducer that waits for a slow contributor is not complained about by that one. In a round with cells, its neighbours
-        count in place of the members. Of several, those come first that wait for nobody themselves.
+        count in place of the members. Strangers do not count: anybody can be as many as they like. Of several reducers, those
+        come first that wait for nobody themselves.
         """
+        known = trusted(self.results.plan.members)
         names, alive = [member.peer for member in self.results.plan.members], self._members.alive
         stalled = []
         for reducer, since in self._complaints.items():
             its = [part for part in self.results.parts if part.reducer == reducer]
             children = {i for part in its for i in range(len(names)) if part.parent(i) == reducer}
-            living = {i for i in children or range(len(names)) if names[i] in alive and i != reducer}
+            living = {i for i in known & (children or known) if names[i] in alive and i != reducer}
             concerned = {i for part in its for i in part.inputs} & living
             patience_s = 0.0 if concerned <= since.keys() else COMPLAINT_SILENCES * self._sync.silence_s
             by = [i for i in since.keys() & living if now - since[i] >= patience_s]

@@ -33,7 +33,7 @@ from spes_p2p.peer.replica import Replica
 from spes_p2p.peer.validity import absent_of
 from spes_p2p.rounds.commit import make_commit
 from spes_p2p.rounds.merge import Donors, nearest_experts
-from spes_p2p.rounds.plan import alpha_due
+from spes_p2p.rounds.plan import alpha_due, crowded_out, standings_of
 from spes_p2p.rounds.planned import Plan
 from spes_p2p.rounds.proposal import read_announcement
 from spes_p2p.rounds.results import Results
@@ -199,6 +199,10 @@ class Coordination:
             peer: announced[peer] for peer in self._members.alive
             if peer not in left and peer not in excluded and not is_banned(control, peer)
         }
+        services = node.log.services(self.parent.round)
+        standings = standings_of(there, node.log.recent(self.parent.round), services, node.rules.config)
+        for peer in crowded_out(standings, services, self.parent.id):
+            del there[peer]
         if not any(announcement.trains for announcement in there.values()):
             raise AttemptFailed("no trainer is left")
         voters = [peer for peer in there if peer in self.parent.electorate] or there  # anybody can announce as many strangers

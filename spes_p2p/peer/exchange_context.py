@@ -45,6 +45,8 @@ class ExchangeContext:
     """For means and new residuals."""
     clips: bool = False
     """`sync.bound_influence`."""
+    strangers_s: float = 0.0
+    """Wait at least this long for strangers' updates after all others have come."""
     cell_means: CellMeans = field(default_factory=CellMeans)
 
     @property

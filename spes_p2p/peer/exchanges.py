@@ -26,6 +26,9 @@ from spes_p2p.rounds.planned import Plan
 from spes_p2p.rounds.results import Results
 from spes_p2p.storage.scratch import Scratch
 
+STRANGERS_SHARE = 0.1
+"""Strangers' lines may be slower than all others' by this share of a round; beyond it, their work stays pending."""
+
 
 class Exchanges:
     """All attempts at the next round, by plan and revision, until that round is in the base."""
@@ -47,8 +50,8 @@ class Exchanges:
         await self._node.endpoint.serve(PUSH, self._on_push)
         await self._node.endpoint.serve(PULL, self._on_pull)
 
-    def open(self, plan: Plan, base: Base) -> Exchange:
-        """Take part in a plan with the announced update.
+    def open(self, plan: Plan, base: Base, round_s: float) -> Exchange:
+        """Take part in a plan with the announced update. `round_s`: seconds since the last commit.
 
         The update that an earlier attempt sent stays as it is: that attempt may turn out to be the decided one.
         """
@@ -58,7 +61,7 @@ class Exchanges:
         exchange = self.by_plan[plan.id, 0] = Exchange(ExchangeContext(
             self._node.endpoint, self._node.world.identity, results, update, self._work.residuals.by_key,
             exchange_limit_s(results.parts, plan.members), ledger.tokens_behind, self._node.world.run_blocking, self._scratch,
-            sync.bound_influence,
+            sync.bound_influence, STRANGERS_SHARE * round_s,
         ))
         self._inputs[plan.id] = plan.round, [exchange.inputs]
         if self._builder is not None:

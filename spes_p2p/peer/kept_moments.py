@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from spes_p2p.consensus.admission import standing_of
+from spes_p2p.consensus.admission import NO_SERVICE, standing_of
 from spes_p2p.content.pieces import Body
 from spes_p2p.errors import Refused
 from spes_p2p.messages.refusals import Code
@@ -45,7 +45,7 @@ class KeptMoments:
     def are_wanted(self) -> bool:
         """Whether others may audit this peer's phases: the campaign has audits, and its owner does not vouch for it."""
         node = self._node
-        is_vouched = standing_of("open", node.peer_id, node.invitation, node.log.last.helpers, 0) == "vouched"
+        is_vouched = standing_of("open", node.peer_id, node.invitation, node.log.last.helpers) == "vouched"
         return are_audited(node.campaign.config) and not is_vouched
 
     async def serve(self) -> None:
@@ -78,8 +78,8 @@ class KeptMoments:
             return True
         if number <= max(log.begins, log.round - KEPT_MOMENTS_ROUNDS):
             return False
-        share, served = node.campaign.config.sync.audited_share, log.rounds_served(number).get(node.peer_id, 0)
-        return is_drawn(log.commit_at(number), node.peer_id, share, served, log.recent(number))
+        share, service = node.campaign.config.sync.audited_share, log.services(number).get(node.peer_id, NO_SERVICE)
+        return is_drawn(log.commit_at(number), node.peer_id, share, service, log.recent(number))
 
     def _admit(self, peer: str, root: str) -> None:
         """Raise Refused for others than the auditor whose turn it is."""

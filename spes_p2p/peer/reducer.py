@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -30,6 +31,7 @@ from spes_p2p.peer.serving import Serving
 from spes_p2p.rounds.digest import content_digest
 from spes_p2p.rounds.parts import Part, mask_bytes, stall_rates, to_mask
 from spes_p2p.rounds.plan import MAX_TOKENS
+from spes_p2p.rounds.planned import trusted
 from spes_p2p.rounds.reducer_residual import residual_key
 from spes_p2p.rounds.results import ABSENT
 from spes_p2p.rounds.sums import check_contributors, encode_mean, inputs_digest, make_mean, to_residual, weight_of
@@ -38,6 +40,9 @@ from spes_p2p.storage.scratch import scratch_arrays
 PUSH_SHARE, HUBS_SHARE = 0.5, 0.6
 """Shares of the exchange's time limit after which missing updates and missing means of cells are left out, so that the results
 can still be pulled."""
+
+STRANGERS_SILENCES = 3.0
+"""After this many times `silence_s` without another update of a stranger, none is waited for: complaints need four."""
 
 ANY_RATE = 1.0
 """Bytes per second, for a sender that counts as stalled only when nothing comes."""
@@ -92,6 +97,8 @@ class Reducer:
         """Members that opened a stream for their updates."""
         self._finished_pushing: set[int] = set()
         """Those of them whose stream has ended."""
+        self._counted_at = -math.inf
+        """Loop time at which the last updates were signed."""
         self._deadlines: dict[int, Deadline] = {}
         """By contributor: the time until which more of its updates must arrive."""
         self._hubs = {hub for part in self._mine.values() for hub in part.summing}
@@ -125,6 +132,8 @@ class Reducer:
         """Make all sums: each when its last update arrives or the sender is lost. Then write the manifest."""
         clock, detector = asyncio.get_running_loop().time, self.context.endpoint.detector
         started, me = clock(), self.context.me
+        strangers = set(range(len(self.context.names))) - trusted(self.context.plan.members)
+        known_s: float | None = None
         self._close_complete()
         taking = asyncio.create_task(self._take_own_cells())
         try:
@@ -140,6 +149,10 @@ class Reducer:
                 unheard = set().union(*self._awaited.values()) - self._pushing - self._lost
                 lost = {i for i in unheard if waited_s >= detector.bound(self.context.names[i])}
                 lost |= {i for i in self._pushing - {me} if clock() >= self._push_due_at(i, started)}
+                if known_s is None and not set().union(*self._awaited.values()) - strangers:
+                    known_s = waited_s
+                if known_s is not None and self._have_strangers_had_their_time(known_s, started):
+                    lost |= strangers
                 if waited_s >= PUSH_SHARE * self.context.timeout_s:
                     lost |= set(self.context.others) - self._hubs
                 if waited_s >= HUBS_SHARE * self.context.timeout_s:
@@ -161,6 +174,17 @@ class Reducer:
                 self._awaited[key].discard(me)
                 if not self._awaited[key] and key not in self._closed:
                     self._close(key)
+
+    def _have_strangers_had_their_time(self, known_s: float, started: float) -> bool:
+        """Return whether to go on without strangers: all others have sent, after `known_s`.
+
+        They get as long again and `silence_s`, or a share of the round. For all that time results must come, since members
+        complain about a reducer from which nothing comes.
+        """
+        now, silence_s = asyncio.get_running_loop().time(), self.context.endpoint.silence_s
+        known_at = started + known_s
+        is_quiet = now - max(known_at, self._counted_at) >= STRANGERS_SILENCES * silence_s
+        return is_quiet or now - known_at >= max(known_s + silence_s, self.context.strangers_s)
 
     def _push_due_at(self, contributor: int, started: float) -> float:
         deadline = self._deadlines.get(contributor)
@@ -184,13 +208,13 @@ class Reducer:
         deadline = self._deadlines.setdefault(sender, Deadline(self._turns.get(sender, (0, 0))[0], rate))
         try:
             while (message := await stream.any_message()).kind != Kind.END:
-                deadline.extend(len(message.body), self._patience_s(sender))
                 if message.kind == Kind.PART:
-                    self._take(sender, memoryview(message.body))
+                    is_new = self._take(sender, memoryview(message.body))
                 elif message.kind == Kind.PUSHED:
-                    self._take_signature(sender, unpack(Signed, message.body))
+                    is_new = self._take_signature(sender, unpack(Signed, message.body))
                 else:
                     raise WireError(f"a frame of kind {message.kind} where an update belongs")
+                deadline.extend(len(message.body) if is_new else 0, self._patience_s(sender))
             await stream.send()
         finally:
             self._unsigned.pop(sender, None)
@@ -206,7 +230,8 @@ class Reducer:
         key = index + len(self.context.results.parts)
         return key if key in self._cells and sender in self._cells[key].contributors else None
 
-    def _take(self, sender: int, message: memoryview) -> None:
+    def _take(self, sender: int, message: memoryview) -> bool:
+        """Take an update; return whether it is new."""
         index, tokens, body = read_update(message)
         key = self._key(index, sender)
         if key is None:
@@ -223,19 +248,25 @@ class Reducer:
             raise Refused(Code.MALFORMED, f"part {index} cannot have a weight of {tokens} tokens")
         if not part.codec.is_valid(body, part.size):
             raise Refused(Code.MALFORMED, f"part {index} has values that are not finite")
-        if index in unsigned or key in self._closed or sender in self._arrived.get(key, {}):
+        is_new = not (index in unsigned or key in self._closed or sender in self._arrived.get(key, {}))
+        if not is_new:
             body = memoryview(bytes(body))  # counts once: what came first stays as it is
         elif key in self._means:
             body = self.inputs.store(part, sender, body)
         unsigned[index] = Input(Update(index, tokens, content_digest(body)), body)
+        return is_new
 
-    def _take_signature(self, sender: int, signed: Signed) -> None:
-        """Use the updates that the contributor has signed now. Raises Refused unless it signed exactly those that it sent."""
+    def _take_signature(self, sender: int, signed: Signed) -> bool:
+        """Use the updates that the contributor has signed now; return whether one is new.
+
+        Raises Refused unless it signed exactly those that it sent.
+        """
         unsigned, pushed = self._unsigned.pop(sender, {}), read_signed(Pushed, signed, self.context.identity)
         if signed.peer != self.context.names[sender] or pushed.plan != self.context.plan.id:
             raise Refused(Code.NOT_PROVEN, "a signature under updates of another peer or plan")
         if [replace(each, members=b"", clipped=b"") for each in pushed.updates] != [each.update for each in unsigned.values()]:
             raise Refused(Code.NOT_PROVEN, "a signature under other updates than those that came")
+        counted = 0
         for update in pushed.updates:
             key = self._key(update.part, sender)
             assert key is not None
@@ -243,10 +274,14 @@ class Reducer:
             arrived = self._arrived.setdefault(key, {})
             if sender in arrived or key in self._closed:
                 continue
+            counted += 1
             arrived[sender] = Input(update, unsigned[update.part].body, signed)
             self._awaited[key].discard(sender)
             if not self._awaited[key]:
                 self._close(key)
+        if counted:
+            self._counted_at = asyncio.get_running_loop().time()
+        return counted > 0
 
     def _close_complete(self) -> None:
         gone = (self._lost | self._finished_pushing) - self._gone

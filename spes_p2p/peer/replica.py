@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -148,7 +149,8 @@ class Replica:
 
     async def open_exchange(self, plan: Plan) -> Exchange:
         """Take part in a plan with the announced update."""
-        exchange: Exchange = await self.node.world.run_blocking(self.exchanges.open, plan, self.base)
+        round_s = asyncio.get_running_loop().time() - self.node.decisions.learned_at
+        exchange: Exchange = await self.node.world.run_blocking(self.exchanges.open, plan, self.base, round_s)
         self.exchanges.opened()
         return exchange
 

@@ -9,10 +9,11 @@ from collections.abc import Mapping
 from spes_p2p.consensus.control import describe
 from spes_p2p.consensus.output import Identity
 from spes_p2p.consensus.signed import read_signed
+from spes_p2p.messages.audits import Audited
 from spes_p2p.messages.consensus import Commit
 from spes_p2p.messages.fields import MAX_NAMES
 from spes_p2p.messages.methods import SPEED
-from spes_p2p.messages.rounds import Announcement, Audited
+from spes_p2p.messages.rounds import Announcement
 from spes_p2p.observe.events import (
     BaseRestored,
     BytesMoved,

@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections import deque
+import math
+from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator
 from functools import cached_property
 from itertools import chain
@@ -44,6 +45,9 @@ COMPLAINT_SILENCES = 2.0
 """A member complains about a reducer after this many times `silence_s`: a reducer leaves out silent contributors after one.
 With cells after twice as many, since hubs wait for their cells first."""
 
+SIGN_AFTER = 0.25
+"""On a slow line, sign after this share of `silence_s`: a reducer uses what is signed, and its members wait for that."""
+
 TellStalled = Callable[[int, int], Awaitable[None]]
 """Called with a reducer that lives and makes no progress, and the revision."""
 
@@ -52,7 +56,7 @@ class Transfers:
     """The streams that this member opens to reducers and hubs of one part table."""
 
     def __init__(self, context: ExchangeContext, update: SentUpdate, serving: Serving, revision: int):
-        self._context, self._update, self._serving, self._revision = context, update, serving, revision
+        self.context, self._update, self._serving, self._revision = context, update, serving, revision
         me, parts = context.me, context.results.table(revision)
         self._handed: dict[int, list[Part]] = {}
         """By parent: the parts whose results it hands on to this peer, or whose reducer's manifest."""
@@ -67,9 +71,13 @@ class Transfers:
         self._sent_to = {i: asyncio.Event() for i in self._pushes}
         """By parent; set when it has this peer's updates, or will not get them."""
         self._unsent = set(self._pushes)
+        self._bytes_to = Counter[int]()
+        """By parent: bytes of updates sent to it."""
         self._all_sent = asyncio.Event()
         self._pushing: dict[int, list[asyncio.Task[None]]] = {}
         """By parent."""
+        self._signed_at: dict[Stream, float] = {}
+        """Loop time of the last signature, or of the first update."""
         self._part_bytes = max((part.encoded_bytes for part in context.results.parts), default=0)
         self._rate = stall_rates(context.plan.members)[context.me]
         self._deadline: Deadline
@@ -79,10 +87,15 @@ class Transfers:
         self._open_streams = 0
         self._is_over = False
 
+    @property
+    def parents(self) -> list[int]:
+        """The members to which this peer pushes, or from which it pulls, ascending."""
+        return sorted(self._handed)
+
     def begin(self, tell_stalled: TellStalled) -> list[asyncio.Task[None]]:
         """Open all streams; return their tasks."""
         tasks = []
-        for i in sorted(self._handed):
+        for i in self.parents:
             if i in self._pushes:
                 self._pushing[i] = [asyncio.create_task(self._push_to(i))]
                 tasks += self._pushing[i]
@@ -90,7 +103,7 @@ class Transfers:
         if not self._pushes:
             self._all_sent.set()
         self._open_streams, self._deadline = len(tasks), Deadline(len(tasks), self._rate)
-        pulled = (part for its in self._handed.values() for part in its if pulls(part, self._context.me))
+        pulled = (part for its in self._handed.values() for part in its if pulls(part, self.context.me))
         self._bytes_left = sum(part.encoded_bytes for part in chain(pulled, *self._pushes.values()))
         for task in tasks:
             task.add_done_callback(self._stream_ended)
@@ -109,6 +122,7 @@ class Transfers:
         self._all_sent.set()
         for sent in self._sent_to.values():
             sent.set()
+        self._signed_at.clear()
         self._pushing.clear()  # failed tasks refer back to this exchange: its files would wait to be collected
 
     async def wait_until_sent_to(self, member: int) -> None:
@@ -121,19 +135,19 @@ class Transfers:
     def push_s(self) -> float:
         """Seconds that this peer's updates take at its announced bandwidth; 0 when that is 0 (not dialable)."""
         pushed = sum(part.encoded_bytes for part in chain(*self._pushes.values()))
-        bandwidth = self._context.plan.members[self._context.me].bandwidth
+        bandwidth = self.context.plan.members[self.context.me].bandwidth
         return pushed / bandwidth if bandwidth else 0.0
 
     async def watch(self, tell_stalled: TellStalled) -> None:
         """Complain about each reducer that is not done when nothing moves any more."""
         told = set[int]()
         while not self._is_over:
-            await asyncio.sleep(self._context.endpoint.silence_s / 4)
+            await asyncio.sleep(self.context.endpoint.silence_s / 4)
             stalled = self.stalled() - told
             told |= stalled
             for reducer in sorted(stalled):
-                logger.info("nothing moves between %s and this peer", self._context.names[reducer][-6:])
-                await tell_stalled(reducer, self._context.results.revision)
+                logger.info("nothing moves between %s and this peer", self.context.names[reducer][-6:])
+                await tell_stalled(reducer, self.context.results.revision)
                 if self._other_hubs(reducer):
                     self._deadline = Deadline(self._open_streams, self._rate)
                     self._moved(0)
@@ -150,7 +164,7 @@ class Transfers:
     def _moved(self, size: int) -> None:
         """Note that these bytes went to a reducer or came from one. The line may carry a part of each stream at once."""
         self._bytes_left -= size
-        silence_s = self._silences * self._context.endpoint.silence_s
+        silence_s = self._silences * self.context.endpoint.silence_s
         under_way = min(self._open_streams * self._part_bytes, max(0, self._bytes_left))
         self._deadline.extend(size, silence_s + under_way / self._rate)
 
@@ -158,31 +172,37 @@ class Transfers:
         self._open_streams -= 1
 
     async def _push_to(self, reducer: int) -> None:
-        endpoint, clock = self._context.endpoint, asyncio.get_running_loop().time
+        endpoint, clock, name = self.context.endpoint, asyncio.get_running_loop().time, self.context.names[reducer]
+        began, is_confirmed = math.inf, False
         try:
-            async with endpoint.stream(self._context.names[reducer], PUSH) as stream:
+            async with endpoint.stream(name, PUSH) as stream:
                 began = clock()
-                await self._send_updates(stream, self._pushes[reducer])
+                await self._send_updates(stream, reducer)
                 self._has_sent(reducer)
                 await stream.message()
-                endpoint.upload.confirm(sum(part.encoded_bytes for part in self._pushes[reducer]), began, clock())
+                is_confirmed = True
+                endpoint.upload.confirm(self._bytes_to[reducer], began, clock())
         except (PeerUnreachable, Refused, WireError) as error:
-            logger.info("push to %s: %s", self._context.names[reducer][-6:], error)
+            logger.info("push to %s: %s", name[-6:], error)
         finally:
+            if not any(self.context.me in part.summing for part in self._pushes[reducer]):  # a hub waits for its cell
+                endpoint.nearness.note(name, self._bytes_to[reducer], clock() - began, is_confirmed)
             self._has_sent(reducer)
 
-    async def _send_updates(self, stream: Stream, parts: list[Part]) -> None:
-        await stream.send(pack(PushHeader(self._context.plan.id, self._revision)))
-        me, unsigned = self._context.me, list[Update]()
+    async def _send_updates(self, stream: Stream, reducer: int) -> None:
+        await stream.send(pack(PushHeader(self.context.plan.id, self._revision)))
+        me, unsigned, parts = self.context.me, list[Update](), self._pushes[reducer]
         waiting = deque(part for part in parts if me not in part.summing)
         while waiting:
             for each in await self._update.encode(next_batch(waiting)):
                 if not pulls(each.part, me):
-                    self._context.put(each.part, self._revision, each.body)
+                    self.context.put(each.part, self._revision, each.body)
                 unsigned = await self._send_update(stream, each.update, each.body, unsigned)
+                self._bytes_to[reducer] += len(each.body)
         for part in parts:
-            if me in part.summing and (mean := await self._context.cell_means.get(part.index)) is not None:
+            if me in part.summing and (mean := await self.context.cell_means.get(part.index)) is not None:
                 unsigned = await self._send_update(stream, mean.update, mean.body, unsigned)
+                self._bytes_to[reducer] += len(mean.body)
         if unsigned:
             await self._send_signature(stream, unsigned)
         await stream.send(kind=Kind.END)
@@ -193,15 +213,17 @@ class Transfers:
         """Send one update or cell's mean, and the signature if it is due; return the updates that are without one."""
         await stream.send(numbered(update.part), weighted(update.tokens), body, kind=Kind.PART)
         self._moved(len(body))
-        unsigned = [*unsigned, update]
-        if len(unsigned) < UPDATES_PER_SIGNATURE:
+        unsigned, now = [*unsigned, update], asyncio.get_running_loop().time()
+        waited_s = now - self._signed_at.setdefault(stream, now)
+        if len(unsigned) < UPDATES_PER_SIGNATURE and waited_s < SIGN_AFTER * self.context.endpoint.silence_s:
             return unsigned
         await self._send_signature(stream, unsigned)
+        self._signed_at[stream] = now
         return []
 
     async def _send_signature(self, stream: Stream, updates: list[Update]) -> None:
-        pushed = Pushed(self._context.plan.id, tuple(updates))
-        await stream.send(pack(sign(pushed, self._context.identity)), kind=Kind.PUSHED)
+        pushed = Pushed(self.context.plan.id, tuple(updates))
+        await stream.send(pack(sign(pushed, self.context.identity)), kind=Kind.PUSHED)
 
     def _has_sent(self, reducer: int) -> None:
         """Note that this reducer has this peer's updates, or will not get them."""
@@ -212,7 +234,7 @@ class Transfers:
 
     def _pulls_from(self, parent: int, tell_stalled: TellStalled) -> Iterator[Coroutine[None, None, None]]:
         """Yield one coroutine for each stream in which this parent's results come."""
-        wanted = [part for part in self._handed[parent] if pulls(part, self._context.me)]
+        wanted = [part for part in self._handed[parent] if pulls(part, self.context.me)]
         lanes = self._lanes(parent, sum(part.encoded_bytes for part in wanted))
         for lane in range(lanes):
             yield self._pull(parent, lane, lanes, {part.index: part for part in wanted[lane::lanes]}, tell_stalled)
@@ -220,7 +242,7 @@ class Transfers:
     def _lanes(self, parent: int, size: int) -> int:
         """Return the number of streams for `size` bytes from this parent."""
         parents = len(self._handed)
-        bandwidth = min(self._context.endpoint.upload.last_bytes_per_s, self._context.plan.members[parent].bandwidth)
+        bandwidth = min(self.context.endpoint.upload.last_bytes_per_s, self.context.plan.members[parent].bandwidth)
         bearable = bandwidth * IN_FLIGHT_S / WINDOW_BYTES / parents
         return max(1, int(min(bearable, PULL_STREAMS / parents, size / LANE_BYTES)))
 
@@ -231,7 +253,7 @@ class Transfers:
         in_lane = tuple(wanted)
         missing = {part.reducer for part in self._handed[parent]} if lane == 0 else set[int]()
         try:
-            plan, revision = self._context.plan.id, self._revision
+            plan, revision = self.context.plan.id, self._revision
             request = PullRequest(plan, revision, lane, lanes)
             if await self._given_by(parent, request, wanted, missing, tell_stalled):
                 return
@@ -241,7 +263,7 @@ class Transfers:
                 asked = {index: part for index, part in wanted.items() if hub in part.hubs}
                 for index in asked:
                     del wanted[index]
-                mask = to_mask(tuple(asked), len(self._context.results.parts))
+                mask = to_mask(tuple(asked), len(self.context.results.parts))
                 await self._given_by(hub, PullRequest(plan, revision, parts=mask), asked, missing, tell_stalled)
                 wanted |= asked
         finally:
@@ -271,7 +293,7 @@ class Transfers:
         """
         known = frozenset(missing)
         try:
-            async with self._context.endpoint.stream(self._context.names[peer], PULL) as stream:
+            async with self.context.endpoint.stream(self.context.names[peer], PULL) as stream:
                 await stream.send(pack(request))
                 for _ in range(len(wanted)):
                     message = await stream.message_view(Kind.PART)
@@ -281,7 +303,7 @@ class Transfers:
                     missing.discard(self._take_manifest(known, manifest))
             return True
         except (PeerUnreachable, Refused, WireError) as error:
-            logger.info("pull from %s: %s", self._context.names[peer][-6:], error)
+            logger.info("pull from %s: %s", self.context.names[peer][-6:], error)
             if not self._is_over:  # one that lives and ends its streams early would cost its parts in every round
                 with contextlib.suppress(PeerUnreachable):
                     await tell_stalled(peer, self._revision)
@@ -293,7 +315,7 @@ class Transfers:
         part = next((part for part in handed if parent in part.hubs and part.reducer != parent), None)
         if part is None:
             return []
-        place, me = part.hubs.index(parent), self._context.me
+        place, me = part.hubs.index(parent), self.context.me
         return [hub for hub in (*part.hubs[place + 1 :], *part.hubs[:place]) if hub not in (parent, me)]
 
     def _store(self, message: memoryview, wanted: dict[int, Part]) -> int:
@@ -307,13 +329,13 @@ class Transfers:
                 raise WireError(f"part {index} has {len(body)} bytes")
             if not part.codec.is_valid(body, part.size):
                 raise WireError(f"part {index} has values that are not finite")
-            self._context.put(part, part.revision, body)
+            self.context.put(part, part.revision, body)
         return index
 
     def _take_manifest(self, reducers: Collection[int], message: bytes) -> int:
         manifest = unpack(Manifest, message)
         if manifest.revision != self._revision or manifest.reducer not in reducers:
             raise WireError("a manifest of another reducer")
-        self._context.results.add_manifest(manifest)
+        self.context.results.add_manifest(manifest)
         self._serving.settle_manifest(manifest.reducer)
         return manifest.reducer

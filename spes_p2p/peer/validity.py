@@ -13,6 +13,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
 from spes_p2p.consensus.acceptor import VoteState
+from spes_p2p.consensus.admission import Service
 from spes_p2p.consensus.commit_log import CommitLog
 from spes_p2p.consensus.output import Identity
 from spes_p2p.content.fetcher import Fetcher
@@ -88,12 +89,12 @@ class Validity:
             raise Refused(Code.NOT_PROVEN, "a proposal with donors that are not the most similar experts")
         return plan
 
-    def _inputs(self, proposal: Proposal) -> tuple[Proposal, Sequence[Commit], Rules, Identity, Mapping[str, int]]:
+    def _inputs(self, proposal: Proposal) -> tuple[Proposal, Sequence[Commit], Rules, Identity, Mapping[str, Service]]:
         """Return what `derive_plan` needs. Raises Refused for a round far ahead."""
         last = proposal.round - 1
         if not -1 <= last <= self._log.round:
             raise Refused(Code.NOT_PROVEN, f"a proposal for round {proposal.round}, which does not follow this log")
-        return proposal, self._log.recent(last), self._rules, self._world.identity, self._log.rounds_served(last)
+        return proposal, self._log.recent(last), self._rules, self._world.identity, self._log.services(last)
 
     def is_valid(self, commit: Commit) -> bool:
         """Return whether this commit was derived here."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from hashlib import sha256
 
 from spes_p2p.config.campaign import CampaignConfig
-from spes_p2p.consensus.admission import is_past_probation
+from spes_p2p.consensus.admission import Service, begins_anew, is_past_probation
 from spes_p2p.messages.consensus import Commit, Verdict, Workload
 from spes_p2p.messages.fields import MAX_VERDICTS
 from spes_p2p.messages.rounds import Announcement
@@ -56,6 +56,11 @@ def auditors(commit: Commit) -> tuple[str, ...]:
     return tuple(sorted(commit.members[i] for i in commit.vouched if commit.workloads[i].steps))
 
 
+def can_be_audited(config: CampaignConfig, recent: Sequence[Commit]) -> bool:
+    """Return whether the last commits know an auditor. Where there is none, probation cannot wait for it."""
+    return are_audited(config) and any(auditors(commit) for commit in recent)
+
+
 def audited_work(commit: Commit, parent: Commit) -> dict[str, Workload]:
     """Return the work that can be audited after a commit, by peer: what `parent` assigned to those not vouched for.
 
@@ -74,15 +79,18 @@ def auditor_of(commit: Commit, peer: str) -> str | None:
     return min(auditors(commit), key=lambda auditor: _hash(commit.id, peer, auditor), default=None)
 
 
-def is_drawn(commit: Commit, peer: str, share: float, rounds_served: int, recent: Sequence[Commit]) -> bool:
-    """Return whether the commit draws this peer: by chance, and for sure if it failed an audit or the owner has ordered it.
+def is_drawn(commit: Commit, peer: str, share: float, service: Service, recent: Sequence[Commit]) -> bool:
+    """Return whether the commit draws this peer: by chance, and for sure if it failed an audit, the owner has ordered it, or
+    its probation waits only for an audit.
 
-    `rounds_served`: by the log. `recent`: the last commits, newest first.
+    `service`: by the log. `recent`: the last commits, newest first.
     """
     if commit.control is not None and peer in commit.control.audited:
         return True
-    wanted = share * (NEWCOMERS_SHARE if not is_past_probation(rounds_served) else 1.0)
-    return bool(failures(recent, peer)) or _hash(commit.id, peer, "drawn") < wanted
+    is_past = is_past_probation(service, needs_audit=True)
+    if failures(recent, peer) or (not is_past and is_past_probation(service, needs_audit=False)):
+        return True
+    return _hash(commit.id, peer, "drawn") < share * (1.0 if is_past else NEWCOMERS_SHARE)
 
 
 def in_order(commit: Commit, peers: Collection[str], recent: Sequence[Commit]) -> list[str]:
@@ -111,16 +119,18 @@ def verdicts_of(
 ) -> tuple[Verdict, ...]:
     """Return the verdicts that a round takes up: of vouched auditors whose turn it was, once each.
 
-    `recent`: the last commits before the round, newest first.
+    `recent`: the last commits before the round, newest first. What a peer passed before its probation began again is left out.
     """
     vouched = {member.peer for member in members if member.standing == "vouched" and member.trains}
     known = {(each.auditor, each.peer, each.round) for commit in recent for each in commit.verdicts}
+    begun = {peer: commit.round for commit in reversed(recent) for peer in begins_anew(commit)}
     places = {commit.round: place for place, commit in enumerate(recent[:-1])}
     found = []
     for auditor in sorted(vouched & announcements.keys()):
         for each in announcements[auditor].audited:
             place = places.get(each.round)
-            if place is None or (auditor, each.peer, each.round) in known:
+            is_stale = each.passed and each.round <= begun.get(each.peer, -1)
+            if place is None or is_stale or (auditor, each.peer, each.round) in known:
                 continue
             commit, parent = recent[place], recent[place + 1]
             if each.peer in audited_work(commit, parent) and auditor_of(commit, each.peer) == auditor:

@@ -1,5 +1,7 @@
 """Cells: members of a large round sum within small cells first, and cells with each other, so that each has few neighbours.
 
+Regions are cells, too, in rounds of any size: then one copy of what is exchanged crosses the slow lines between them.
+
 Each cell has the same number of *hubs*. The hubs at the same place of all cells are a *column*, and each part belongs to one
 column: its hubs sum the updates of their cells, the part's reducer, which is one of them, sums these, and results take the same
 way back. With N members in G cells of N / G a member sends its update of S bytes within its cell, and hubs send what they
@@ -13,10 +15,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from spes_p2p.rounds.planned import Member
+from spes_p2p.rounds.planned import Member, Place
 
 FLAT_MEMBERS = 32
-"""Rounds of up to this many members have no cells: each member exchanges with each other."""
+"""Rounds of up to this many members have no cells but for regions: each member exchanges with each other."""
+LARGEST_REGION = 64
+"""Bounds the members of a region that is a cell, and their number."""
 
 
 @dataclass(frozen=True)
@@ -40,15 +44,41 @@ def make_cells(members: Sequence[Member], reducers: Sequence[int]) -> Cells | No
     A column is as fast as its slowest hub, so its hubs have lines alike. Lines count as alike within a factor of two, else each
     measurement would give members other neighbours. A round with strangers has no cells: nobody checks the means of hubs.
     """
-    if len(members) <= FLAT_MEMBERS or not all(member.standing == "vouched" for member in members):
+    if not all(member.standing == "vouched" for member in members):
+        return None
+    regions = _regions(members, reducers)
+    if regions is not None:
+        return regions
+    if len(members) <= FLAT_MEMBERS:
         return None
     count = min(math.isqrt(len(members)), len(reducers))
     if count < 2:
         return None
-    fastest_first = sorted(reducers, key=lambda i: (-round(math.log2(members[i].bandwidth)), i))
+    fastest_first = _fastest_first(members, reducers)
     columns = [tuple(fastest_first[start : start + count]) for start in range(0, len(reducers) - count + 1, count)]
     columns = [column if place % 2 else column[::-1] for place, column in enumerate(columns)]
     cell_of = {hub: cell for column in columns for cell, hub in enumerate(column)}
     others = [i for i in range(len(members)) if i not in cell_of]
     cell_of.update((member, place % count) for place, member in enumerate(others))
     return Cells(tuple(cell_of[i] for i in range(len(members))), tuple(columns))
+
+
+def _regions(members: Sequence[Member], reducers: Sequence[int]) -> Cells | None:
+    """Return the members' regions as cells; None with fewer than two, or if they make too many neighbours.
+
+    Guests are no hubs. A region with few hubs has each in several columns.
+    """
+    regions = sorted({member.place.region for member in members})
+    hubs = [_fastest_first(members, [i for i in reducers if members[i].place == Place(region)]) for region in regions]
+    if len(regions) < 2 or not all(hubs):
+        return None
+    columns = range(max(map(len, hubs)))
+    cells = Cells(
+        tuple(regions.index(member.place.region) for member in members),
+        tuple(tuple(own[column % len(own)] for own in hubs) for column in columns),
+    )
+    return cells if max(len(regions), cells.largest) <= LARGEST_REGION else None
+
+
+def _fastest_first(members: Sequence[Member], reducers: Sequence[int]) -> list[int]:
+    return sorted(reducers, key=lambda i: (-round(math.log2(members[i].bandwidth)), i))

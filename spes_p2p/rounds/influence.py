@@ -29,7 +29,7 @@ import numpy as np
 from spes_p2p.messages.consensus import Commit
 from spes_p2p.model.layout import Group, Layout
 from spes_p2p.rounds.outer import records_of
-from spes_p2p.rounds.parts import Part
+from spes_p2p.rounds.parts import ENOUGH_TO_CLIP, Part
 from spes_p2p.rounds.planned import Member
 from spes_p2p.rounds.results import Results
 from spes_p2p.storage.threads import in_threads
@@ -46,7 +46,7 @@ STEP_RATIO = 4.0
 """Bounds the step of a group: in multiples of its record, and of an expert also in multiples of the median expert's."""
 RECORD_RATE = np.float32(0.25)
 """Weight of a round in a group's record. A campaign's warm-up stays within STEP_RATIO of it."""
-ENOUGH_TO_CLIP, ENOUGH_TO_CENTRE, ENOUGH_EXPERTS = 3, 4, 3
+ENOUGH_TO_CENTRE, ENOUGH_EXPERTS = 4, 3
 """The least for a median that one liar cannot be."""
 BLOCK = 2**17
 """Elements that are squared and summed at a time: they stay in the processor's cache."""

@@ -26,6 +26,7 @@ from spes_p2p.rounds.influence import bound_steps, bounds_of
 from spes_p2p.rounds.outer import records_of
 from spes_p2p.rounds.results import Results
 from spes_p2p.storage.interfaces import Store
+from spes_p2p.storage.mapped import release
 from spes_p2p.storage.threads import in_threads, spans
 
 PIECES_PER_CALL = 4 * PIECES_PER_BATCH
@@ -157,6 +158,7 @@ class NextBaseBuilder:
             staged = close_in_memory(self._values, commit.id, commit.round, self.plan, digests)
         else:
             staged = close_base(self._draft, commit.id, commit.round, self.plan, self.base.size, digests)
+        release(self.base)  # from now on it is only served
         return staged if bounds is None else replace(staged, bounded=bounds.bounded)
 
     def _measure(self, digests: Mapping[int, bytes | None]) -> None:

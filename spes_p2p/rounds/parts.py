@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
@@ -26,6 +26,8 @@ SPREAD, SMALL_BYTES = 64, 2**14
 SHORTEST_LIMIT_S, PATIENCE = 60.0, 6.0
 """The time limit of an exchange: this long, plus this many times what the slowest line needs at the announced bandwidth. An
 unmeasured line counts as 100 Mbit/s, so one of 20 Mbit/s is in time."""
+ENOUGH_TO_CLIP = 3
+"""Contributors, for a median that one liar cannot be."""
 SLOWEST_BYTES_PER_S: float = SLOWEST_LINE_BITS / 8
 """The slowest permitted line. A claim of less does not lengthen the limit, and a transfer that moves less has stalled."""
 ASSUMED_BYTES_PER_S = 12.5e6
@@ -205,9 +207,14 @@ def exchange_limit_s(parts: Sequence[Part], members: Sequence[Member]) -> float:
 
     It only ends what nothing else ends: members that stall or fall behind the others are left out much earlier.
     """
+    return SHORTEST_LIMIT_S + PATIENCE * exchange_s(parts, members, range(len(members)))
+
+
+def exchange_s(parts: Sequence[Part], members: Sequence[Member], of: Iterable[int]) -> float:
+    """Return the seconds that the slowest of these members needs for what it moves, at the bandwidth that it announced."""
     up, down = traffic(parts, len(members))
-    seconds = (max(sent, received) / rate for sent, received, rate in zip(up, down, _bandwidths(members), strict=True))
-    return SHORTEST_LIMIT_S + PATIENCE * max(seconds, default=0.0)
+    rates = _bandwidths(members)
+    return max((max(up[i], down[i]) / rates[i] for i in of), default=0.0)
 
 
 def _bandwidths(members: Sequence[Member]) -> list[float]:
@@ -368,8 +375,9 @@ class _Columns:
         """Return the parts with their reducers and hubs.
 
         A sole contributor that is a hub reduces its parts. In columns that are then busier than others it pushes some to the
-        hub of its cell in another column, and that column sends the copies. A sum over several cells in a sparse codec has no
-        hubs: what the codec leaves out of a cell's mean would be lost.
+        hub of its cell in another column, and that column sends the copies. Some sums over several cells have no hubs: in a
+        sparse codec, where what is left out of a cell's mean would be lost, and where only all contributors together are enough
+        to tell one that stands out.
         """
         columns: dict[int, int] = {}
         own = [part for part in parts if len(part.contributors) == 1]
@@ -418,15 +426,16 @@ class _Columns:
         """Return the part with its reducer in this column."""
         hubs, cell_of = self._cells.columns[column], self._cells.of
         cells = sorted({cell_of[i] for i in part.contributors})
-        if len(cells) > 1 and part.codec.leaves_out:
+        fewest = min(Counter(cell_of[i] for i in part.contributors).values())
+        if len(cells) > 1 and (part.codec.leaves_out or fewest < ENOUGH_TO_CLIP <= len(part.contributors)):
             return replace(part, reducer=self._root(part, hubs))
         summing = tuple(sorted(hubs[cell] for cell in cells)) if len(cells) > 1 else ()
         reducer = self._root(part, summing or (hubs[cells[0]],))
         return replace(part, reducer=reducer, hubs=hubs, summing=summing, cell_of=cell_of)
 
     def _root(self, part: Part, hubs: Sequence[int]) -> int:
-        """Return the hub that reduces the fewest bytes so far."""
-        root = min(hubs, key=lambda hub: (self._rooted[hub], hub))
+        """Return the hub whose line then reduces for the shortest time."""
+        root = min(hubs, key=lambda hub: ((self._rooted[hub] + part.encoded_bytes) / self._members[hub].bandwidth, hub))
         self._rooted[root] += part.encoded_bytes
         return root
 

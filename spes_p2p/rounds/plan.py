@@ -6,24 +6,27 @@ import math
 import statistics
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from hashlib import sha256
 from types import MappingProxyType
 
 from spes_p2p.config.campaign import CampaignConfig, TrainingConfig
-from spes_p2p.consensus.admission import standing_of
+from spes_p2p.consensus.admission import NO_SERVICE, Service, standing_of
 from spes_p2p.consensus.control import runs, still_excluded
 from spes_p2p.data.slices import give_back, take
 from spes_p2p.errors import Refused
+from spes_p2p.messages.admission import Standing
 from spes_p2p.messages.consensus import Commit, Control
 from spes_p2p.messages.refusals import Code
 from spes_p2p.messages.rounds import Announcement, Proposal
 from spes_p2p.messages.samples import Cursor, Interval
-from spes_p2p.rounds.audits import are_audited, convicted_by, still_convicted, verdicts_of
+from spes_p2p.rounds.audits import are_audited, can_be_audited, convicted_by, still_convicted, verdicts_of
 from spes_p2p.rounds.checks import disputed
 from spes_p2p.rounds.claims import bounded_strangers, clamped
 from spes_p2p.rounds.gate import barred
 from spes_p2p.rounds.merge import merge_alpha
 from spes_p2p.rounds.ownership import Owners, assign_experts, guard_experts
-from spes_p2p.rounds.planned import Assignment, Member, Merge, Plan, pacemakers
+from spes_p2p.rounds.planned import Assignment, Member, Merge, Place, Plan, pacemakers
+from spes_p2p.rounds.regions import regions_of
 from spes_p2p.rounds.schedule import scheduled
 
 MAX_TOKENS, MAX_RATE = 2**48, 1e15
@@ -32,9 +35,11 @@ MAX_SPEED_RATIO = 4.0
 """Bounds the ratio of a peer's steps in a phase to `sync_steps`, and its inverse."""
 NEWCOMER_WEIGHT = 0.25
 """Bounds the weight of a newcomer's update, as a share of a phase of `sync_steps` steps."""
+LEAST_NEWCOMERS = 32
+"""A round has room for this many newcomers, or as many as for others if those are more: a swarm doubles with each probation."""
 OPEN_REDUNDANCY = 2
 """Owners per expert in an open campaign, at least: one alone could do anything to its expert unnoticed."""
-NOBODY_SERVED: Mapping[str, int] = MappingProxyType({})
+NOBODY_SERVED: Mapping[str, Service] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -91,12 +96,12 @@ def make_plan(
     announcements: Mapping[str, Announcement],
     returned: tuple[Interval, ...],
     rules: Rules,
-    rounds_served: Mapping[str, int] = NOBODY_SERVED,
+    services: Mapping[str, Service] = NOBODY_SERVED,
 ) -> Plan:
     """Return the plan of the round after a commit: the first of `recent`, the last commits, newest first.
 
     `announcements`: the proposal's, by peer; all name the same base. Their claims are clamped. `returned`: samples of the peers
-    that left. `rounds_served`: of the commit log that ends with the first of `recent`.
+    that left. `services`: of the commit log that ends with the first of `recent`.
     """
     config, control, commit = rules.config, proposal.control, recent[0]
     if config.sync.bound_influence:
@@ -104,9 +109,9 @@ def make_plan(
     peers = sorted(announcements)
     idle = barred(recent) | still_convicted(recent)
     announcements = _without_work(announcements, idle)
-    members = tuple(
-        _member(peer, announcements[peer], commit, rules, rounds_served.get(peer, 0)) for peer in peers
-    )
+    standings = standings_of(announcements, recent, services, config)
+    places = regions_of(announcements, commit.members, commit.round + 1)
+    members = tuple(_member(peer, announcements[peer], standings[peer], commit, rules, places[peer]) for peer in peers)
     if config.sync.bound_influence:
         members = bounded_strangers(members)
     verdicts = verdicts_of(announcements, members, recent) if are_audited(config) else ()
@@ -116,7 +121,8 @@ def make_plan(
     under_way = rules.training(commit.control, commit.round + 1)
     ahead = under_way.sync_steps if any(a.in_flight for a in announcements.values()) else 0
     phase_step = min(step + ahead, under_way.total_steps)
-    owners = _owners(members, announcements, commit, rules)
+    capable = _auditable(members, announcements) if can_be_audited(config, recent) else announcements
+    owners = _owners(members, capable, commit, rules)
     back = [interval for peer in peers for interval in announcements[peer].untrained]
     cursor = give_back(commit.cursor, (*returned, *back))
     training = rules.training(control, commit.round + 2)
@@ -151,6 +157,15 @@ def _without_work(announcements: Mapping[str, Announcement], peers: Collection[s
     }
 
 
+def _auditable(members: Sequence[Member], announcements: Mapping[str, Announcement]) -> dict[str, Announcement]:
+    """Return the announcements with no more experts of a newcomer than the roomiest auditor can train again."""
+    room = max((announcements[each.peer].capacity for each in members if each.standing == "vouched"), default=0)
+    new = {each.peer for each in members if each.standing == "newcomer"}
+    return {
+        peer: replace(each, capacity=min(each.capacity, room)) if peer in new else each for peer, each in announcements.items()
+    }
+
+
 def excluded_after(commit: Commit, proposal: Proposal) -> tuple[str, ...]:
     """Return the peers that proofs exclude from this proposal's round on, sorted."""
     return tuple(sorted({*still_excluded(commit, proposal.control), *(each.peer for each in proposal.accused)}))
@@ -170,16 +185,44 @@ def _owners(
     return owners if len(vouched) == len(members) else guard_experts(owners, capacities, last, redundancy, vouched, proven)
 
 
-def _member(peer: str, announced: Announcement, commit: Commit, rules: Rules, rounds_served: int) -> Member:
+def standings_of(
+    announcements: Mapping[str, Announcement], recent: Sequence[Commit], services: Mapping[str, Service], config: CampaignConfig
+) -> dict[str, Standing]:
+    """Return by peer what it may do in the round after a commit: the first of `recent`, the last commits, newest first."""
+    rule, helpers, needs_audit = config.admission, recent[0].helpers, can_be_audited(config, recent)
+    return {
+        peer: standing_of(rule, peer, each.invitation, helpers, services.get(peer, NO_SERVICE), needs_audit)
+        for peer, each in announcements.items()
+    }
+
+
+def crowded_out(standings: Mapping[str, Standing], services: Mapping[str, Service], parent: str) -> frozenset[str]:
+    """Return the newcomers for whom a round has no room: identities cost nothing, and the others exchange with each.
+
+    Newcomers with most rounds of service stay, then those that the hash of the last commit, `parent`, chooses.
+    """
+    newcomers = [peer for peer, standing in standings.items() if standing == "newcomer"]
+    room = max(LEAST_NEWCOMERS, len(standings) - len(newcomers))
+
+    def turn(peer: str) -> tuple[int, bytes]:
+        return -services.get(peer, NO_SERVICE).rounds, sha256(f"{parent}/{peer}".encode()).digest()
+
+    return frozenset(sorted(newcomers, key=turn)[room:])
+
+
+def _member(
+    peer: str, announced: Announcement, standing: Standing, commit: Commit, rules: Rules, place: Place
+) -> Member:
     """Return the plan's record of an announcement. A newcomer's tokens count up to a bound."""
-    config, training = rules.config, rules.training(commit.control, commit.round + 1)
-    standing = standing_of(config.admission, peer, announced.invitation, commit.helpers, rounds_served)
+    training = rules.training(commit.control, commit.round + 1)
     tokens, routed = announced.tokens, announced.routed
     most = int(NEWCOMER_WEIGHT * training.sync_steps * training.batch_size * training.sequence_length)
     if standing == "newcomer" and tokens > most:
         routed = tuple(-(-each * most // tokens) for each in routed)
         tokens = most
-    return Member(peer, tokens, routed, announced.bandwidth, announced.trains, standing, announced.name, announced.team)
+    return Member(
+        peer, tokens, routed, announced.bandwidth, announced.trains, standing, announced.name, announced.team, place
+    )
 
 
 def local_steps(sync_steps: int, tokens_per_second: Mapping[str, float], pace: Collection[str]) -> dict[str, int]:

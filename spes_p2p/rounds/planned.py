@@ -13,6 +13,16 @@ from spes_p2p.messages.samples import Cursor, Interval
 
 
 @dataclass(frozen=True)
+class Place:
+    """Where a member belongs (`regions.py`)."""
+
+    region: int = 0
+    """All have the same where there are not several."""
+    is_guest: bool = False
+    """Whether it is in the region only for this round."""
+
+
+@dataclass(frozen=True)
 class Member:
     """A peer in the plan, with the weights of its contributions."""
 
@@ -27,6 +37,7 @@ class Member:
     """What it may do beyond training; among friends everything."""
     name: str = ""
     team: str = ""
+    place: Place = Place()
 
     @property
     def is_stranger(self) -> bool:
@@ -38,6 +49,11 @@ def pacemakers(members: Sequence[Member]) -> frozenset[str]:
     """Return the trainers whose speed and progress set everybody's pace: no strangers, unless they are alone."""
     trainers = [member for member in members if member.trains]
     return frozenset(member.peer for member in [each for each in trainers if not each.is_stranger] or trainers)
+
+
+def trusted(members: Sequence[Member]) -> frozenset[int]:
+    """Return the members that decide how long a round waits, as indices: no strangers, unless they are alone."""
+    return frozenset([i for i, member in enumerate(members) if not member.is_stranger] or range(len(members)))
 
 
 @dataclass(frozen=True)

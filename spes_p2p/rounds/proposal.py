@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import pairwise
 
-from spes_p2p.consensus.admission import check_admission
+from spes_p2p.consensus.admission import Service, check_admission
 from spes_p2p.consensus.control import may_follow, owner_of, rolls_back
 from spes_p2p.consensus.electorate import coordinator_order
 from spes_p2p.consensus.output import Identity
@@ -36,7 +36,7 @@ class _Inputs:
     proposal_id: str
     commits: tuple[str, ...]
     verify: Callable[[str, bytes, bytes], bool]
-    rounds_served: frozenset[tuple[str, int]]
+    services: frozenset[tuple[str, Service]]
 
 
 def derive_plan(
@@ -44,11 +44,11 @@ def derive_plan(
     recent: Sequence[Commit],
     rules: Rules,
     identity: Identity,
-    rounds_served: Mapping[str, int],
+    services: Mapping[str, Service],
 ) -> Plan:
     """Return the plan to which this proposal leads.
 
-    `recent`: the last commits before its round, newest first (`CommitLog.recent`). `rounds_served`: of the log up to there.
+    `recent`: the last commits before its round, newest first (`CommitLog.recent`). `services`: of the log up to there.
     `identity`: checks signatures.
 
     Raises Refused for a proposal that no honest coordinator makes. Not checked here: the base's digest and the merge's donors,
@@ -56,7 +56,7 @@ def derive_plan(
     whether an invitation has expired, which coordinators see to; and whether a peer that is left out is absent, which nobody
     can prove.
     """
-    commits, served = tuple(commit.id for commit in recent), frozenset(rounds_served.items())
+    commits, served = tuple(commit.id for commit in recent), frozenset(services.items())
     return _derive(_Inputs(proposal, recent, rules, identity, proposal.id, commits, identity.verify, served))
 
 
@@ -87,7 +87,7 @@ def _derive(inputs: _Inputs) -> Plan:
     _require(not any(leave.back for leave in leaves), "a peer that is back")
     returned = tuple(interval for leave in leaves for interval in leave.untrained)
     _require(proposal.donors is None or _fits_the_model(proposal, rules), "its merge")
-    return make_plan(recent, proposal, announcements, returned, rules, dict(inputs.rounds_served))
+    return make_plan(recent, proposal, announcements, returned, rules, dict(inputs.services))
 
 
 def may_exclude(commit: Commit, accused: Sequence[str]) -> bool:

@@ -130,7 +130,7 @@ def is_pause_ordered(run_dir: Path) -> bool:
 def order_pause(run_dir: Path, pauses: bool) -> None:
     """Order the trainer with this run-dir to pause, or to go on. Raises UserError unless a trainer has used it."""
     if not (run_dir / STATE_FILE).is_file():
-        raise UserError(f"{run_dir}: no trainer has used this run-dir; give the --run-dir of the trainer")
+        raise UserError(f"{run_dir}: no trainer has used this folder; give the run-dir of your trainer")
     path = run_dir / ORDER_FILE
     if path.is_symlink() or (path.exists() and (not path.is_file() or path.stat().st_size)):
         raise UserError(f"{path}: was not written by spes-p2p pause; move it away")

@@ -44,11 +44,11 @@ def load_run_dir_base(run_dir: Path, round_number: int | None = None) -> tuple[C
 
     Raises UserError if it is missing or damaged.
     """
-    from spes_p2p.model.build import layout_of
-
     known = read_run_dir(run_dir)
     if known is None:
         raise UserError(f"{run_dir}: not a peer's run-dir (it contains no campaign); give the --run-dir of a peer")
+    from spes_p2p.model.build import layout_of
+
     config = known[0].campaign.config
     store, size = DirectoryStore(run_dir), base_size(layout_of(config.model), config.outer)
     base = load_base(store, size, str(run_dir))

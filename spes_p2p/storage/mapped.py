@@ -9,17 +9,22 @@ import numpy as np
 
 
 def released(arrays: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
-    """Yield the arrays; when the next one is asked for, unmap the pages of one that is a view of a read-only mapped file.
+    """Yield the arrays; when the next one is asked for, release the one before."""
+    for array in arrays:
+        yield array
+        release(array)
+
+
+def release(array: np.ndarray) -> None:
+    """Unmap the pages of an array that is a view of a read-only mapped file; another array stays as it is.
 
     The file's pages stay in the kernel's cache as long as there is room; they only no longer count as this process's memory.
     """
-    for array in arrays:
-        yield array
-        mapped = _mapping(array)
-        if mapped is not None:
-            first = array.ctypes.data - np.frombuffer(mapped, np.uint8).ctypes.data
-            start = first // mmap.PAGESIZE * mmap.PAGESIZE
-            mapped.madvise(mmap.MADV_DONTNEED, start, first + array.nbytes - start)
+    mapped = _mapping(array)
+    if mapped is not None:
+        first = array.ctypes.data - np.frombuffer(mapped, np.uint8).ctypes.data
+        start = first // mmap.PAGESIZE * mmap.PAGESIZE
+        mapped.madvise(mmap.MADV_DONTNEED, start, first + array.nbytes - start)
 
 
 def _mapping(array: np.ndarray) -> mmap.mmap | None:

@@ -53,8 +53,9 @@ FrameTap = Callable[[Frame], Frame]
 class MemoryNetwork:
     """Peers by name, the links between them, and their registry.
 
-    A frame occupies the sender's uplink for size / bandwidth, travels for the link's latency, then occupies the receiver's
-    downlink. `registry_delay_s`: time until others see a new record.
+    A frame occupies the sender's uplink for size / bandwidth, then the lines of its and the receiver's site, if they differ,
+    travels for the link's latency, then occupies the receiver's downlink. `registry_delay_s`: time until others see a new
+    record.
     """
 
     def __init__(
@@ -80,6 +81,8 @@ class MemoryNetwork:
         self._rng = random.Random(f"network/{seed}")
         self._pair_latency: dict[frozenset[str], float] = {}
         self._links: dict[str, _Link] = {}
+        self._sites: dict[str, _Link] = {}
+        """By peer: the line that it shares with the others at its site."""
         self._units: dict[str, Unit] = {}
         self._paused: set[str] = set()
         self._groups: dict[str, int] = {}
@@ -125,6 +128,10 @@ class MemoryNetwork:
         """Set the bandwidth of a peer's line, greater than 0."""
         link = self._link(peer)
         link.up, link.down = up_bytes_per_s, down_bytes_per_s
+
+    def share_line(self, peers: Iterable[str], up_bytes_per_s: float, down_bytes_per_s: float) -> None:
+        """Put peers at one site: what they exchange with others passes a line that they share, too."""
+        self._sites.update(dict.fromkeys(peers, _Link(up_bytes_per_s, down_bytes_per_s)))
 
     def kill(self, peer: str) -> None:
         """End a peer as SIGKILL does: its tasks stop where they are, its channels break, and opens to it are refused."""
@@ -192,6 +199,15 @@ class MemoryNetwork:
     def _delay(self, a: str, b: str) -> float:
         latency_s = self._pair_latency.get(frozenset((a, b)), self._latency_s) if self._pair_latency else self._latency_s
         return latency_s * (1.0 + self._jitter * self._rng.random()) if self._jitter else latency_s
+
+    def _reserve_up(self, source: str, target: str, size: int) -> float:
+        """Return when the frame is sent."""
+        departs = self._link(source).reserve_up(asyncio.get_running_loop().time(), size)
+        here, there = self._sites.get(source), self._sites.get(target)
+        if here is not there:
+            departs = here.reserve_up(departs, size) if here is not None else departs
+            departs = there.reserve_down(departs, size) if there is not None else departs
+        return departs
 
     def _link(self, peer: str) -> _Link:
         return self._links.setdefault(peer, _Link(self._bandwidth, self._bandwidth))
@@ -450,7 +466,7 @@ class _Pipe:
         pair, size = (self.source, self.target), len(frame.body)
         self._network.sent_bytes[pair] = self._network.sent_bytes.get(pair, 0) + size
         now = asyncio.get_running_loop().time()
-        departs = self._network._link(self.source).reserve_up(now, size)
+        departs = self._network._reserve_up(self.source, self.target, size)
         self._dispatch(frame, departs)
         if departs > now + BUFFERED_S:
             await asyncio.sleep(departs - now)
@@ -477,8 +493,7 @@ class _Pipe:
     def end(self, content: _Content) -> None:
         if not self.is_ended:
             self.is_ended = True
-            departs = self._network._link(self.source).reserve_up(asyncio.get_running_loop().time(), 0)
-            self._dispatch(content, departs)
+            self._dispatch(content, self._network._reserve_up(self.source, self.target, 0))
 
     def break_off(self) -> None:
         self.is_ended = True

@@ -19,7 +19,7 @@ from spes_p2p.errors import UserError, printable
 from spes_p2p.messages.presence import PeerStatus
 from spes_p2p.net.tasks import beside
 from spes_p2p.observe.json_values import to_json
-from spes_p2p.observe.status import gather
+from spes_p2p.observe.swarm_status import gather
 from spes_p2p.observe.units import counted, human_count, human_loss, human_rate, time_left
 
 LOOK_EVERY_S = 15.0

@@ -4,30 +4,31 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from spes_p2p.messages.presence import PeerStatus, RoundRecord
 from spes_p2p.observe.json_values import to_json
-from spes_p2p.observe.status import holds_rounds_up
 
 WAIT = "announce"
 """The stage in which a member waits until all members have announced that they are ready."""
 
 
-def lines(peers: Sequence[PeerStatus], rounds: Mapping[str, Sequence[RoundRecord]]) -> dict[str, dict[str, Any]]:
-    """Return what each trainer's line and pace do to the rounds, by its id, as JSON values. `rounds`: each peer's own records.
+def lines(
+    peers: Sequence[PeerStatus], rounds: Mapping[str, Sequence[RoundRecord]], slow: Collection[str]
+) -> dict[str, dict[str, Any]]:
+    """Return what each trainer's line and pace do to the rounds, by its id, as JSON values.
+
+    `rounds`: each peer's own records. `slow`: the trainers whose lines hold rounds up.
 
     thin: rounds wait for its upload. download: bytes per second in the last exchange. waits_s: seconds per round in which it
     waited for others. delays_s: seconds by which a round would have begun earlier without it.
     """
     trainers = [peer for peer in peers if peer.role == "trainer"]
-    measured = [peer.upload for peer in trainers if peer.upload > 0]
-    median = statistics.median(measured) if measured else 0.0
     waits, delays = _waits(trainers, rounds)
     return {
         peer.peer_id: to_json({
-            "thin": len(measured) > 1 and holds_rounds_up(peer.upload, median, peer.round_seconds),
+            "thin": peer.peer_id in slow,
             "download": _rate(peer.round_received_bytes, peer.round_seconds.get("exchange", 0.0)),
             "waits_s": _mean(waits.get(peer.peer_id, ())), "delays_s": _mean(delays.get(peer.peer_id, ())),
         })

@@ -20,7 +20,7 @@ from spes_p2p.messages.consensus import Control
 from spes_p2p.messages.presence import HistoryPage, PeerStatus, RoundRecord
 from spes_p2p.observe.json_values import to_json
 from spes_p2p.observe.rounds import Rounds, totals_of
-from spes_p2p.observe.status import gather
+from spes_p2p.observe.swarm_status import gather, slow_lines
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +49,8 @@ class Published:
     view: dict[str, Any] | None = None
     known_alerts: Sequence[Alert] = ()
     """Alerts of the last answer."""
+    slow: tuple[str, ...] = ()
+    """Trainers whose lines hold rounds up."""
     by_peer: Mapping[str, Sequence[RoundRecord]] = field(default_factory=dict)
     """Each peer's own records of the last rounds."""
     own: dict[str, Any] | None = None
@@ -163,9 +165,10 @@ def _publish(
 ) -> None:
     now = time.time()
     records = history.rounds.records
-    published.view = swarm_view(statuses, history.by_peer, totals_of(records), now)
+    published.slow = slow_lines(statuses, published.slow)
+    published.view = swarm_view(statuses, history.by_peer, totals_of(records), now, published.slow)
     published.by_peer = history.by_peer
-    published.known_alerts = alerts(gather(statuses), records, now)
+    published.known_alerts = alerts(gather(statuses), records, now, published.slow)
     published.status = status_document(statuses, records)
     take = f"spes-p2p export --from {address} --output checkpoint"
     published.command = take if published.view["done"] else f"spes-p2p join {address}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -15,7 +15,7 @@ from spes_p2p.messages.consensus import Control
 from spes_p2p.messages.presence import Contribution, PeerStatus, RoundRecord
 from spes_p2p.observe.json_values import to_json
 from spes_p2p.observe.rounds import Totals
-from spes_p2p.observe.status import gather
+from spes_p2p.observe.swarm_status import gather
 
 MAX_POINTS = 600
 """Maximum number of points per curve; more are not visible."""
@@ -31,17 +31,19 @@ STAGES = ("train", "announce", "exchange", "commit", "apply")
 
 
 def swarm_view(
-    statuses: Sequence[PeerStatus], rounds: Mapping[str, Sequence[RoundRecord]], totals: Totals, now: float
+    statuses: Sequence[PeerStatus], rounds: Mapping[str, Sequence[RoundRecord]], totals: Totals, now: float,
+    slow: Collection[str] = (),
 ) -> dict[str, Any]:
     """Return the state of the swarm, with the field names of `status --json`.
 
-    `rounds`: each peer's own records of the last rounds, by the local clock. `now`: Unix time.
+    `rounds`: each peer's own records of the last rounds, by the local clock. `now`: Unix time. `slow`: the trainers whose
+    lines hold rounds up.
     """
     swarm, totals = gather(statuses), totals.named_by(statuses)
     places = {status.peer_id: place for place, status in enumerate(swarm.peers)}
     tokens = {each.peer: each.tokens for each in totals.contributions}
     steps = {each.peer: each.expert_steps for each in totals.contributions}
-    of_lines = lines(swarm.peers, rounds)
+    of_lines = lines(swarm.peers, rounds, slow)
     document: dict[str, Any] = to_json(replace(swarm, peers=(), owners=(), audits={}))
     document["peers"] = [
         {

@@ -14,7 +14,7 @@ from spes_p2p.testing.attacks.updates import UpdateLiar, with_false_weight
 AttackKind = Literal[
     "scale", "flip", "zero", "noise", "free-ride", "copy", "weight", "reducer", "forger", "silent", "donor", "tarpit",
     "coordinator", "elector", "outbid", "equivocation", "unproposing", "undeciding", "turncoat", "contacts", "flood", "hostile",
-    "sybils",
+    "sybils", "slander",
 ]
 KINDS: tuple[AttackKind, ...] = get_args(AttackKind)
 SYBILS = 8
@@ -68,4 +68,5 @@ ATTACKS: dict[AttackKind, Attack] = {
     "flood": Attack("holds streams open and sends the longest frames", network.flood),
     "hostile": Attack("sends bytes that are no messages", network.hostile),
     "sybils": Attack(f"takes part as {SYBILS} peers that train one step each", _updates(is_lazy=True), SYBILS),
+    "slander": Attack(f"as {SYBILS} peers, says that all reducers stall, and reports nothing", serving.slandering, SYBILS),
 }

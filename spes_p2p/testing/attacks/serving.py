@@ -14,12 +14,13 @@ from spes_p2p.messages.codec import pack, unpack
 from spes_p2p.messages.consensus import Signed
 from spes_p2p.messages.content import SnapshotInfo
 from spes_p2p.messages.framing import Kind
-from spes_p2p.messages.methods import PULL, PUSH, SNAPSHOT
+from spes_p2p.messages.methods import PULL, PUSH, ROUND, SNAPSHOT
 from spes_p2p.messages.rounds import Pushed
 from spes_p2p.net.interfaces import Identity, World
 from spes_p2p.peer.kept_inputs import Input
 from spes_p2p.peer.part_frames import INDEX_BYTES, WEIGHT_BYTES
 from spes_p2p.peer.reducer import EncodedMean, Reducer
+from spes_p2p.peer.transfers import TellStalled, Transfers
 from spes_p2p.rounds.codecs import CODECS, Codec
 from spes_p2p.rounds.digest import content_digest
 from spes_p2p.rounds.parts import Part
@@ -119,6 +120,33 @@ class Tarpit(Tamper):
         return frame
 
 
+class _Slanderous(Wrapped):
+    """The identity of a member that complains about all that it exchanges with, and reports nothing."""
+
+    tell: Tell
+
+
+_begin_transfers = Transfers.begin
+
+
+def _begin_slandering(transfers: Transfers, tell_stalled: TellStalled) -> list[asyncio.Task[None]]:
+    tasks, identity = _begin_transfers(transfers, tell_stalled), transfers.context.identity
+    if isinstance(identity, _Slanderous):
+        tasks.append(asyncio.create_task(_complain(transfers, identity.tell, tell_stalled)))
+    return tasks
+
+
+async def _complain(transfers: Transfers, tell: Tell, tell_stalled: TellStalled) -> None:
+    for reducer in transfers.parents:
+        tell(f"complaint {reducer}")
+        await tell_stalled(reducer, transfers.context.results.revision)
+
+
+class _NoReport(Tamper):
+    async def send(self, frame: Frame) -> Frame | None:
+        return None if (frame.method, frame.kind) == (ROUND, Kind.REPORT) else frame
+
+
 def lying_reducer(liar: Liar) -> World:
     """Wrap the world of a reducer that reverses the means of its parts, and claims BANDWIDTH to get many.
 
@@ -139,6 +167,17 @@ def forger(liar: Liar) -> World:
 def silent_reducer(liar: Liar) -> World:
     """Wrap the world of a reducer that lives and serves nothing, and claims BANDWIDTH to get many parts."""
     return tampered(liar, SilentReducer(), with_bandwidth(liar))
+
+
+def slandering(liar: Liar) -> World:
+    """Wrap the world of a member that says of all reducers that they stall, and keeps the round waiting for its report.
+
+    As in `lying_reducer`, what no world reaches is replaced, for this identity only.
+    """
+    Transfers.begin = _begin_slandering  # type: ignore[method-assign, assignment]
+    identity = _Slanderous(liar.world.identity)
+    identity.tell = liar.tell
+    return replace(tampered(liar, _NoReport()), identity=cast(Identity, identity))
 
 
 def lying_donor(liar: Liar) -> World:

@@ -12,6 +12,7 @@ import os
 import shutil
 import subprocess
 from collections.abc import Iterable
+from pathlib import Path
 
 SUBNET = "11.213"
 HOME, HOME_ROUTER = "192.168.1.2", "192.168.1.1"
@@ -88,9 +89,8 @@ class Namespaces:
         _run("ip", "-n", on_line, "addr", "add", f"{self.address(name)}/16", "dev", "line")
         _run("ip", "-n", on_line, "link", "set", "line", "up")
         _run("ip", "-n", on_line, "link", "set", "lo", "up")
-        limit = ("root", "tbf", "rate", f"{round(8 * bytes_per_s)}bit", "burst", str(BURST_BYTES), "latency", f"{QUEUE_S}s")
-        _run("tc", "qdisc", "add", "dev", outside, *limit)
-        _run("tc", "-n", on_line, "qdisc", "add", "dev", "line", *limit)
+        _run("tc", "qdisc", "add", "dev", outside, "root", *_limit(bytes_per_s))
+        _run("tc", "-n", on_line, "qdisc", "add", "dev", "line", "root", *_limit(bytes_per_s))
 
     def _add_home(self, space: str, router: str) -> None:
         """Create a machine and its router, connected by a cable."""
@@ -119,6 +119,22 @@ class Namespaces:
         for name in side:
             _run("ip", "link", "set", f"v{os.getpid()}o{self._numbers[name]}", "master", self._bridges[1])
 
+    def join_sides(self, bytes_per_s: float) -> None:
+        """Join the two sides of a partition by one line with this bandwidth each way."""
+        ends = self._line_between()
+        _run("ip", "link", "add", ends[0], "type", "veth", "peer", "name", ends[1])
+        for end, bridge in zip(ends, self._bridges, strict=True):
+            _run("ip", "link", "set", end, "master", bridge, "up")
+            _run("tc", "qdisc", "add", "dev", end, "root", *_limit(bytes_per_s))
+
+    def crossed_bytes(self) -> tuple[int, int]:
+        """Return the bytes on the wire that crossed the line between the sides so far, each way."""
+        first, second = (int(Path(f"/sys/class/net/{end}/statistics/tx_bytes").read_text()) for end in self._line_between())
+        return first, second
+
+    def _line_between(self) -> tuple[str, str]:
+        return f"v{os.getpid()}sa", f"v{os.getpid()}sb"
+
     def heal(self) -> None:
         """Reconnect all machines."""
         for number in self._numbers.values():
@@ -131,9 +147,9 @@ class Namespaces:
                 with contextlib.suppress(OSError):
                     _run("ip", "netns", "del", space)
         self._numbers, self._routers = {}, set()
-        for bridge in self._bridges:
+        for device in (*self._bridges, self._line_between()[0]):
             with contextlib.suppress(OSError):
-                _run("ip", "link", "del", bridge)
+                _run("ip", "link", "del", device)
 
     def _space(self, name: str) -> str:
         return f"{self._prefix}-{self._numbers[name]}"
@@ -141,6 +157,11 @@ class Namespaces:
     def _on_line(self, name: str) -> str:
         """Return the namespace with the public address: the machine's or its router's."""
         return self._space(name) + ("-router" if name in self._routers else "")
+
+
+def _limit(bytes_per_s: float) -> tuple[str, ...]:
+    """Return the arguments of tc for a line of this bandwidth."""
+    return "tbf", "rate", f"{round(8 * bytes_per_s)}bit", "burst", str(BURST_BYTES), "latency", f"{QUEUE_S}s"
 
 
 def _run(*command: str) -> None:

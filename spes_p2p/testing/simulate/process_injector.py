@@ -17,6 +17,7 @@ import psutil
 
 from spes_p2p.client.local_swarm import BOOTSTRAP
 from spes_p2p.errors import UserError
+from spes_p2p.testing.attacks.kinds import ATTACKS
 from spes_p2p.testing.attacks.kinds import KINDS as ATTACK_KINDS
 from spes_p2p.testing.simulate.faults import CORRUPTIONS, KINDS, Fault, SwarmView, random_fault
 from spes_p2p.testing.simulate.namespaces import Namespaces, why_unavailable
@@ -28,8 +29,6 @@ from spes_p2p.testing.simulate.trial import Orders
 
 VIRTUAL_ONLY, NOT_CORRUPTIBLE = "disconnect", "base"
 """The connections and the memory of a process cannot be changed from outside."""
-SYBILS = "sybils"
-"""The kind of attackers with several identities: a process for each is too much for one machine."""
 STOPS_WITHIN_S = 2.0
 DURATIONS_S = (1.0, 4.0, 8.0, 15.0)
 """Durations of random faults, or seconds until a new start."""
@@ -42,8 +41,9 @@ def possible(scenario: Scenario) -> Scenario:
 
     Raises UserError for an impossible fault, or attack that was named.
     """
-    if SYBILS in scenario.attacks and scenario.attacks != ATTACK_KINDS:
-        raise UserError(f"--attacks {SYBILS}: takes too many processes; use --virtual")
+    many = [kind for kind in scenario.attacks if ATTACKS[kind].identities > 1]
+    if many and scenario.attacks != ATTACK_KINDS:
+        raise UserError(f"--attacks {many[0]}: takes too many processes; use --virtual")
     if scenario.churn:
         raise UserError("--churn: takes hours in real time; use --virtual")
     blocked = why_unavailable()
@@ -60,7 +60,7 @@ def possible(scenario: Scenario) -> Scenario:
         raise UserError(f"--faults {VIRTUAL_ONLY}: a process's connections cannot be broken from outside; use --virtual")
     impossible = {VIRTUAL_ONLY, *(("partition",) if blocked is not None else ())}
     kinds = tuple(kind for kind in KINDS if kind in scenario.kinds and kind not in impossible)
-    return replace(scenario, kinds=kinds, attacks=tuple(kind for kind in scenario.attacks if kind != SYBILS))
+    return replace(scenario, kinds=kinds, attacks=tuple(kind for kind in scenario.attacks if kind not in many))
 
 
 class ProcessInjector:

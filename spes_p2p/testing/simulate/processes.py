@@ -20,7 +20,7 @@ from spes_p2p.testing.simulate.decisions import Held, commits_of, compare
 from spes_p2p.testing.simulate.namespaces import Namespaces
 from spes_p2p.testing.simulate.process_injector import ProcessInjector
 from spes_p2p.testing.simulate.process_swarm import POLL_S, Process, ProcessSwarm
-from spes_p2p.testing.simulate.report import Attacked, RunReport, banned_in
+from spes_p2p.testing.simulate.report import Attacked, RunReport, banned_in, first_ban
 from spes_p2p.testing.simulate.scenario import Scenario
 from spes_p2p.testing.simulate.trial_peer import LIES_FILE
 
@@ -105,6 +105,7 @@ class _Run:
 
     def _attacked(self) -> Attacked:
         honest, liars = self._swarm.honest(), self._audit.liars
+        commits = [commit for peer in honest for commit in commits_of(peer.folder)]
         banned = banned_in(commit for peer in honest for commit in commits_of(peer.folder)[-1:])
         told = [self._swarm.peers[name].folder / LIES_FILE for name in self._scenario.liars if name in self._swarm.peers]
         return Attacked(
@@ -112,6 +113,7 @@ class _Run:
             max(peer.memory_most - peer.memory_before for peer in honest),
             sum(len(path.read_text().splitlines()) for path in told if path.exists()),
             attackers_banned=len(banned & liars), honest_banned=len(banned - liars),
+            banned_round=first_ban(commits, liars),
         )
 
     def _until(self, condition: Callable[[], bool]) -> bool:

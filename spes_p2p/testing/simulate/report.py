@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import statistics
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
@@ -32,6 +32,13 @@ class Attacked:
     """By audits of their training, in any round."""
     honest_failed: int = 0
     """Others that failed an audit, whether or not it convicted them."""
+    banned_round: int | None = None
+    """The first round whose commit excludes an attacker."""
+
+
+def first_ban(commits: Iterable[Commit], liars: Collection[str]) -> int | None:
+    """Return the first round whose commit excludes one of these peers; None when none does."""
+    return min((each.round for each in commits if not banned_in([each]).isdisjoint(liars)), default=None)
 
 
 def banned_in(commits: Iterable[Commit]) -> set[str]:
@@ -142,12 +149,14 @@ def _attack(pairs: Sequence[tuple[RunReport, RunReport]]) -> dict[str, Any]:
         growths.append(run.attacked.memory_bytes - before.attacked.memory_bytes)
         banned += run.attacked.attackers_banned
         honest += run.attacked.honest_banned
+    bans = [run.attacked.banned_round for run, _ in pairs if run.attacked is not None]
     return {
         "lies": sum(run.attacked.lies for run, _ in pairs if run.attacked is not None),
         "loss_over_clean": None if None in ratios else round(max(ratio for ratio in ratios if ratio is not None), 4),
         "rounds_delayed_s_max": round(max(delays), 3),
         "memory_over_clean_max": max(growths),
         "attackers_banned": banned,
+        "attackers_banned_round_max": max((number for number in bans if number is not None), default=None),
         "honest_banned": honest,
         "attackers_convicted": sum(run.attacked.attackers_convicted for run, _ in pairs if run.attacked is not None),
         "honest_failed": sum(each.attacked.honest_failed for pair in pairs for each in pair if each.attacked is not None),

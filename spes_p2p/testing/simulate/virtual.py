@@ -53,7 +53,7 @@ from spes_p2p.testing.simulate.audit import Audit
 from spes_p2p.testing.simulate.churn import keep_churning
 from spes_p2p.testing.simulate.injector import Injector, now
 from spes_p2p.testing.simulate.points import point_of_event, point_of_write
-from spes_p2p.testing.simulate.report import Attacked, RunReport, banned_in
+from spes_p2p.testing.simulate.report import Attacked, RunReport, banned_in, first_ban
 from spes_p2p.testing.simulate.scenario import BOOTSTRAP, WARM_ROUNDS, Scenario, runs_of
 from spes_p2p.testing.simulate.swarm import EXPERTS, LAYOUT, VirtualSwarm, campaign
 from spes_p2p.testing.simulate.work import ROUNDING, Work
@@ -188,6 +188,7 @@ class _Run:
             self._scenario.attack, loss, self._memory_bytes - self._memory_before, self._lies,
             attackers_banned=len(banned & self._liars), honest_banned=len(banned - self._liars),
             attackers_convicted=len(convicted & self._liars), honest_failed=len(failed - self._liars),
+            banned_round=first_ban(commits, self._liars),
         )
 
     def error(self, text: str, at_s: float | None = None) -> None:

@@ -1,0 +1,72 @@
+"""Regions: members with fast lines among each other and slow ones to the others, as in one laboratory.
+
+Each member announces which members of the last round are near it: those to which it lately sent about as fast as to any
+(`net/nearness.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import permutations
+
+import numpy as np
+
+from spes_p2p.messages.rounds import Announcement
+from spes_p2p.rounds.parts import from_mask
+from spes_p2p.rounds.planned import Place
+
+SMALLEST_REGION = 4
+"""Trainers. The hubs of a smaller one could not tell an update that stands out, and a reducer clips no cell's mean."""
+
+
+def regions_of(announcements: Mapping[str, Announcement], last_members: Sequence[str], round_number: int) -> dict[str, Place]:
+    """Return each announcing peer's place. `last_members`: of the commit that the announcements name.
+
+    A region begins with SMALLEST_REGION trainers that are connected by pairs which call each other near. Two of these are one
+    if one calls most members of the other near: then its own lines are slow, not the line between. Who is in none, for instance
+    because it reduces nothing and so nobody sends to it, joins the only one that has some which it calls near. The others are
+    guests of each region in turn, round by round, and so measure the lines to all.
+    """
+    peers = sorted(announcements)
+    at = {peer: place for place, peer in enumerate(peers)}
+    calls = np.zeros((len(peers), len(peers)), bool)
+    for peer, place in at.items():
+        near = (last_members[i] for i in from_mask(announcements[peer].near) if i < len(last_members))
+        calls[place, [at[other] for other in near if other in at and other != peer]] = True
+    trains = np.array([announcements[peer].trains for peer in peers])
+    is_able = np.array([announcements[peer].bandwidth > 0 for peer in peers])
+    begun = [
+        each for each in _connected(calls & calls.T) if trains[each].sum() >= SMALLEST_REGION and is_able[each].any()
+    ]
+    regions = list(_united(begun, calls))
+    if len(regions) < 2:
+        return dict.fromkeys(peers, Place())
+    places = {}
+    for peer, place in at.items():
+        own = [k for k, region in enumerate(regions) if place in region] or [
+            k for k, region in enumerate(regions) if calls[place, region].any()
+        ]
+        places[peer] = Place(own[0]) if len(own) == 1 else Place((place + round_number) % len(regions), is_guest=True)
+    return places
+
+
+def _connected(mutual: np.ndarray) -> Iterator[list[int]]:
+    """Yield the members of each connected component, by their least member."""
+    left = np.ones(len(mutual), bool)
+    while left.any():
+        found = np.zeros_like(left)
+        found[left.argmax()] = True
+        while (more := mutual[found].any(0) & ~found).any():
+            found |= more
+        left &= ~found
+        yield np.flatnonzero(found).tolist()
+
+
+def _united(begun: list[list[int]], calls: np.ndarray) -> Iterator[list[int]]:
+    """Yield the regions that remain when those are united of which one calls most members of the other near."""
+    is_one = np.zeros((len(begun), len(begun)), bool)
+    for a, b in permutations(range(len(begun)), 2):
+        if calls[np.ix_(begun[a], begun[b])].mean() > 0.5:
+            is_one[a, b] = is_one[b, a] = True
+    for group in _connected(is_one):
+        yield sorted(member for k in group for member in begun[k])

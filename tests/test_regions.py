@@ -1,0 +1,333 @@
+"""Regions: peers that measured slow lines between them sum on either side first, and send one copy across."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import combinations
+from random import Random
+
+import exchange_round
+import pytest
+from exchange_round import Round, codecs, make_plan_of, member, random_updates
+from hypothesis import given
+from hypothesis import strategies as st
+
+from spes_p2p.messages.rounds import Announcement
+from spes_p2p.model.layout import Layout, TensorSpec
+from spes_p2p.net import nearness
+from spes_p2p.net.nearness import KEPT_ROUNDS, KEPT_TRANSFERS, Nearness
+from spes_p2p.rounds import parts as parts_module
+from spes_p2p.rounds.cells import make_cells
+from spes_p2p.rounds.parts import part_table, pulls, to_mask, traffic
+from spes_p2p.rounds.planned import Member, Place
+from spes_p2p.rounds.regions import SMALLEST_REGION, regions_of
+from spes_p2p.testing.memory_network import MemoryNetwork
+from spes_p2p.testing.simulate.swarm import VirtualSwarm, campaign, simulate
+
+SIZE = 8
+LINE, FAST = 2.5e5, 5e6
+WIDE = Layout([TensorSpec("embed", (2**12, 2**9), "shared")] + [
+    TensorSpec(f"experts.{e}.down_proj", (2**7, 2**7), "expert", 0, e) for e in range(2 * SIZE)
+])
+PART_BYTES = 2**12
+NAMES = tuple(f"{i:04d}" for i in range(2 * SIZE))
+
+
+def members_of(*sizes: int, bandwidth: float = 1e6) -> tuple[Member, ...]:
+    """Members in regions of these sizes, taken in turns, each with one expert."""
+    places = sorted((place, region) for region, size in enumerate(sizes) for place in range(size))
+    count = len(places)
+    return tuple(
+        replace(member(f"{i:04d}", 10 + i % 7, tuple(5 * (e == i) for e in range(2 * SIZE)), bandwidth), place=Place(region))
+        for i, (_, region) in enumerate(places[:count])
+    )
+
+
+def crossing(members: tuple[Member, ...]) -> list[int]:
+    """Return the bytes that leave each region."""
+    parts, left = part_table(WIDE, members, codecs("int4"), PART_BYTES), [0] * (1 + max(m.place.region for m in members))
+    for part in parts:
+        for i, m in enumerate(members):
+            parent = part.parent(i)
+            if members[parent].place.region == m.place.region:
+                continue
+            left[m.place.region] += part.pushes(i) * part.encoded_bytes
+            left[members[parent].place.region] += pulls(part, i) * part.encoded_bytes
+    return left
+
+
+def of_all(members: tuple[Member, ...]) -> int:
+    """Return the bytes of one copy of everything."""
+    return sum(part.encoded_bytes for part in part_table(WIDE, members, codecs("int4"), PART_BYTES))
+
+
+def test_one_copy_crosses_between_two_regions() -> None:
+    members = members_of(SIZE, SIZE)
+    assert make_cells(members, range(2 * SIZE)) is not None
+    flat = tuple(replace(m, place=Place()) for m in members)
+    assert make_cells(flat, range(2 * SIZE)) is None
+    both = crossing(members)
+    parts = part_table(WIDE, members, codecs("int4"), PART_BYTES)
+    shared = sum(part.encoded_bytes for part in parts if part.group.expert is None)
+    assert sum(both) == of_all(members) + shared, "an update crosses in a region's sum, a result once"
+    assert max(both) <= 1.1 * sum(both) / 2
+    up, _ = traffic(parts, len(members))
+    assert sum(up) == (len(members) - 1) * (of_all(members) + shared)
+
+
+@pytest.mark.parametrize(("sizes", "are_cells"), [
+    ((16,), False), ((8, 8), True), ((12, 4), True), ((9, 8, 7), True), ((64, 4), True), ((65, 4), False), ((4,) * 65, False),
+])
+def test_regions_are_cells_unless_that_makes_many_neighbours(sizes: tuple[int, ...], are_cells: bool) -> None:
+    members = members_of(*sizes)
+    found = make_cells(members, range(len(members)))
+    if not are_cells:
+        assert found == make_cells(tuple(replace(m, place=Place()) for m in members), range(len(members)))
+        return
+    assert found is not None
+    assert found.of == tuple(m.place.region for m in members)
+    for column in found.columns:
+        assert [found.of[hub] for hub in column] == list(range(len(sizes)))
+
+
+def test_guests_are_no_hubs() -> None:
+    members = tuple(replace(m, place=Place(m.place.region, is_guest=i < 6)) for i, m in enumerate(members_of(8, 8)))
+    parts = part_table(WIDE, members, codecs("int4"), PART_BYTES)
+    assert {hub for part in parts for hub in part.hubs} == set(range(6, 16))
+    assert any(part.parent(0) != part.reducer for part in parts)
+
+
+def test_where_a_cell_has_too_few_contributors_to_tell_one_that_stands_out_all_push_to_the_reducer() -> None:
+    members = tuple(
+        replace(m, tokens=10 * (i < 11), routed=tuple(5 * (e == i % 4 and i < 8) for e in range(16)))
+        for i, m in enumerate(members_of(8, 8))
+    )
+    both = {len(part.contributors): part for part in part_table(WIDE, members, codecs("int4"), PART_BYTES)}
+    assert both[11].summing, "six and five"
+    assert both[2].contributors == (3, 7), "of one region"
+    assert both[2].hubs
+    few = tuple(replace(m, tokens=10 * (i in (0, 1, 2, 4))) for i, m in enumerate(members))
+    shared = next(part for part in part_table(WIDE, few, codecs("int4"), PART_BYTES) if part.group.expert is None)
+    assert not shared.hubs, "three and one"
+
+
+def test_without_a_reducer_in_each_region_there_are_no_cells() -> None:
+    members = members_of(8, 8)
+    assert make_cells(members, [i for i, m in enumerate(members) if m.place.region == 0]) is None
+
+
+def test_a_thin_hub_reduces_less() -> None:
+    members = tuple(replace(m, bandwidth=1e5) if m.place.region == 0 else m for m in members_of(8, 8))
+    reduced = [0, 0]
+    for part in part_table(WIDE, members, codecs("int4"), PART_BYTES):
+        if part.group.expert is None:
+            reduced[members[part.reducer].place.region] += part.encoded_bytes
+    assert 5 * reduced[0] < reduced[1]
+
+
+def announcement(near: set[int], bandwidth: float = 1.0, trains: bool = True) -> Announcement:
+    mask = to_mask(near, 2 * SIZE)
+    return Announcement("c", 10, 9, 0, 0.0, "", "", 0, (), 0, 0.0, bandwidth, 0.0, None, (), trains, near=mask)
+
+
+def places(
+    near: Mapping[int, set[int]], round_number: int = 0, undialled: Sequence[int] = (), helpers: Sequence[int] = ()
+) -> list[str]:
+    """Return the members of each region, guests in brackets."""
+    announcements = {NAMES[i]: announcement(each, float(i not in undialled), i not in helpers) for i, each in near.items()}
+    found = {int(peer): place for peer, place in regions_of(announcements, NAMES, round_number).items()}
+    own = {place.region: [str(i) for i in found if found[i] == Place(place.region)] for place in found.values()}
+    guests = {region: [f"({i})" for i in found if found[i] == Place(region, is_guest=True)] for region in own}
+    return [" ".join([*own[region], *guests[region]]) for region in sorted(own)]
+
+
+def star(center: int, *others: int) -> dict[int, set[int]]:
+    """The center and each other are near each other."""
+    return {center: set(others)} | {other: {center} for other in others}
+
+
+TWO = star(0, 1, 2, 3) | star(4, 5, 6, 7)
+
+
+def test_a_region_is_what_mutual_nearness_connects() -> None:
+    assert places(TWO) == ["0 1 2 3", "4 5 6 7"]
+    assert places(TWO | {3: {0, 4}}) == ["0 1 2 3", "4 5 6 7"], "4 does not say that 3 is near"
+    assert places(TWO | {3: {0, 4}, 4: {3, 5, 6, 7}}) == ["0 1 2 3 4 5 6 7"], "one region is none"
+
+
+def test_a_region_whose_own_lines_are_slow_belongs_to_the_one_that_it_calls_near() -> None:
+    slow = {i: {*each, *range(4)} if i >= 4 else each for i, each in TWO.items()}
+    assert places(slow) == ["0 1 2 3 4 5 6 7"]
+    assert places(slow | star(8, 9, 10, 11)) == ["0 1 2 3 4 5 6 7", "8 9 10 11"]
+    assert places(TWO | {4: {0, 1, 2, 3, 5, 6, 7}}) == ["0 1 2 3", "4 5 6 7"], "one member alone unites nothing"
+
+
+def test_a_peer_to_which_nobody_sent_joins_those_that_it_calls_near_if_these_are_in_one_region() -> None:
+    for round_number in (0, 1):
+        assert places(TWO | {8: {0, 1}, 9: {5}, 10: {9, 4, 12}}, round_number) == ["0 1 2 3 8", "4 5 6 7 9 10"]
+
+
+def test_others_are_guests_of_each_region_in_turn() -> None:
+    near = TWO | {8: {1, 5}, 9: set(), 10: {11}, 11: {10}}
+    assert places(near, 0) == ["0 1 2 3 (8) (10)", "4 5 6 7 (9) (11)"]
+    assert places(near, 1) == ["0 1 2 3 (9) (11)", "4 5 6 7 (8) (10)"]
+
+
+def test_few_trainers_and_those_whom_nobody_can_dial_begin_no_region() -> None:
+    assert places(star(0, 1, 2, 3) | star(4, 5, 6) | {7: {4}}) == ["0 1 2 3 4 5 6 7"], "7 alone says that it is near"
+    assert places(TWO, helpers=[7]) == ["0 1 2 3 4 5 6 7"]
+    assert places(TWO, undialled=(4, 5, 6, 7)) == ["0 1 2 3 4 5 6 7"]
+    assert places(TWO, undialled=(4, 5, 6)) == ["0 1 2 3", "4 5 6 7"]
+
+
+def test_a_mask_beyond_the_members_and_peers_that_are_away_mean_nothing() -> None:
+    assert regions_of({"a": announcement({0, 1, 2, 15})}, ("b", "a"), 1) == {"a": Place()}
+
+
+@given(st.dictionaries(st.integers(0, 15), st.sets(st.integers(0, 15)), min_size=1), st.integers(0, 3), st.randoms())
+def test_regions_keep_neighbours_together_and_do_not_depend_on_order(
+    near: dict[int, set[int]], round_number: int, random: Random
+) -> None:
+    announcements = [(NAMES[i], announcement(each)) for i, each in near.items()]
+    found = regions_of(dict(announcements), NAMES, round_number)
+    random.shuffle(announcements)
+    assert regions_of(dict(announcements), NAMES, round_number) == found
+    for i in near:
+        linked, todo = {i}, [i]
+        while todo:
+            one = todo.pop()
+            todo += [other for other in near[one] & near.keys() - linked if one in near[other]]
+            linked.update(todo)
+        assert len(linked) < SMALLEST_REGION or len({found[NAMES[j]] for j in linked}) == 1
+
+
+FOUR = ("lab", "desk", "abroad", "moon")
+
+
+def test_near_is_who_is_reached_about_as_fast_as_anybody_by_the_best_of_the_latest_transfers() -> None:
+    lately = Nearness()
+    for peer, seconds in zip(FOUR, (1.0, 3.9, 4.1, 1000.0), strict=True):
+        lately.note(peer, 10**7, seconds, is_confirmed=True)
+    assert lately.near((*FOUR, "new")) == {"lab", "desk"}
+    assert lately.near(("abroad", "new")) == frozenset(), "nobody is far"
+    for seconds in (2.0, 5.0):
+        lately.note("abroad", 10**7, seconds, is_confirmed=True)
+    assert lately.near(FOUR) == {"lab", "desk", "abroad"}
+    for _ in range(KEPT_TRANSFERS):
+        lately.note("abroad", 10**7, 5.0, is_confirmed=False)
+    assert lately.near(FOUR) == {"lab", "desk"}
+
+
+def test_small_and_short_transfers_put_nobody_far() -> None:
+    lately = Nearness()
+    lately.note("lab", 10**7, 0.5, is_confirmed=True)
+    lately.note("small", 10**4, 100.0, is_confirmed=True)
+    lately.note("short", 10**6, 0.9, is_confirmed=True)
+    assert lately.near(("lab", "small", "short")) == frozenset()
+    lately.note("abroad", 10**6, 1.0, is_confirmed=True)
+    assert lately.near(("lab", "short", "abroad")) == {"lab", "short"}
+
+
+def test_what_only_reached_a_buffer_shows_no_fast_line() -> None:
+    lately = Nearness()
+    lately.note("lab", 10**7, 1.0, is_confirmed=True)
+    lately.note("abroad", 10**6, 2.0, is_confirmed=True)
+    lately.note("abroad", 10**6, 0.01, is_confirmed=False)
+    assert lately.near(("lab", "abroad")) == {"lab"}
+
+
+def test_a_line_that_was_not_used_for_many_rounds_is_unknown_again() -> None:
+    lately = Nearness()
+    lately.note("abroad", 10**6, 2.0, is_confirmed=True)
+    for _ in range(KEPT_ROUNDS):
+        lately.note("lab", 10**7, 1.0, is_confirmed=True)
+        assert lately.near(("lab", "abroad")) == {"lab"}
+    assert lately.near(("lab", "abroad")) == frozenset()
+
+
+def site_of(peer: str) -> int:
+    return int(peer) % 2
+
+
+async def exchanged(members: tuple[Member, ...]) -> tuple[float, float, Round]:
+    """Exchange between two sites with a line of 250 kB/s between them, and twenty times as fast lines inside.
+
+    Return the seconds, the bytes that crossed in the direction that carried more, and the round.
+    """
+    plan, network = make_plan_of(members), MemoryNetwork(latency_s=0.01)
+    for site in (0, 1):
+        network.share_line([m.peer for m in members if site_of(m.peer) == site], LINE, LINE)
+    for m in members:
+        network.set_bandwidth(m.peer, FAST, FAST)
+    updates = random_updates(plan, layout=WIDE)
+    played = await Round.open(plan, updates, "int4", network, timeout_s=600, layout=WIDE, part_bytes=PART_BYTES)
+    began = asyncio.get_running_loop().time()
+    await played.run()
+    took = asyncio.get_running_loop().time() - began
+    assert all(each.results.verified(part) for each in played.exchanges.values() for part in played.empty().parts)
+    across = [0, 0]
+    for (source, target), size in network.sent_bytes.items():
+        across[site_of(source)] += size * (site_of(source) != site_of(target))
+    return took, max(across), played
+
+
+@pytest.mark.long
+def test_two_sites_send_one_copy_across_once_they_have_measured_the_line_between(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exchange_round, "SILENCE_S", 10.0)
+    members = members_of(SIZE, SIZE, bandwidth=FAST)
+
+    async def main() -> None:
+        first_s, first_bytes, first = await exchanged(tuple(replace(m, place=Place()) for m in members))
+        for peer, endpoint in first.endpoints.items():
+            assert endpoint.nearness.near(NAMES) == {other for other in NAMES if site_of(other) == site_of(peer)} - {peer}
+        then_s, then_bytes, _ = await exchanged(members)
+        parts = part_table(WIDE, members, codecs("int4"), PART_BYTES)
+        one_copy = sum(part.encoded_bytes for part in parts if part.group.expert is None or part.group.expert % 2)
+        assert then_bytes <= 1.1 * one_copy
+        assert 6 * then_bytes < first_bytes
+        assert 4 * then_s < first_s
+
+    simulate(main)
+
+
+@pytest.mark.long
+def test_a_swarm_on_two_sites_finds_its_regions_and_keeps_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nearness, "CONFIRMED_BYTES", 1)
+    monkeypatch.setattr(nearness, "LONG_S", 0.2)
+    monkeypatch.setattr(parts_module, "SMALL_BYTES", 8)
+
+    async def main() -> None:
+        swarm = VirtualSwarm(campaign(total_steps=200, codec="none", sync={"min_peers": 8}, experts={"redundancy": 2}))
+        for one, other in combinations("ABCDEFGHIJ", 2):
+            swarm.network.set_latency(one, other, 0.005 if (one in "ABCD") == (other in "ABCD") else 0.5)
+        swarm.start_all("ABCDEFGH")
+
+        def regions_now() -> set[str]:
+            """Return the trainers of each region in the last round."""
+            plan = swarm.peers["A"].replica.base.plan
+            assert plan is not None
+            of = {m.peer: m.place.region for m in plan.members if m.trains}
+            return {"".join(sorted(peer for peer in of if of[peer] == region)) for region in set(of.values())}
+
+        await swarm.until_round(1)
+        assert regions_now() == {"ABCDEFGH"}, "nobody has measured anything"
+        for number in range(3, 6):
+            await swarm.until_round(number)
+            assert regions_now() == {"ABCD", "EFGH"}
+        results = swarm.peers["A"].replica.results.by_plan.values()
+        assert any(part.summing for each in results for part in each.parts)
+        swarm.kill("F")
+        await swarm.until_round(7)
+        assert regions_now() == {"ABCDEGH"}, "three are no region"
+        swarm.start_again("F")
+        swarm.start("I")
+        await swarm.until_round(12)
+        assert regions_now() == {"ABCD", "EFGHI"}
+        swarm.start("J")
+        await swarm.until_finished()
+        assert regions_now() == {"ABCD", "EFGHIJ"}, "a newcomer finds the region that is its own"
+        swarm.assert_replicas_agree()
+
+    simulate(main)
