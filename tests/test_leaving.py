@@ -122,6 +122,7 @@ def test_after_the_last_trainer_left_the_bootstrap_waits_in_silence_and_the_next
         swarm.start("B")
         await swarm.until(lambda: swarm.round_of("B") > left_at + 2)
         assert asyncio.get_running_loop().time() - started < 60
+        assert swarm.recorders["B"].of(RoundFailed) == [], "nobody failed: all had left"
 
     simulate(main)
 

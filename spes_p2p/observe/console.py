@@ -40,7 +40,7 @@ SLOW_LINK_EVERY_S = 3600.0
 
 _SOURCES = {"disk": "loaded base {} from the run-dir", "download": "downloaded base {}",
             "rollback": "the campaign was rolled back to base {}",
-            "reform": "the swarm lost its majority and was reformed on base {}"}
+            "reform": "the electors were gone; the campaign goes on from base {}"}
 
 
 def farewell(status: PeerStatus, records: Iterable[RoundRecord], run_dir: Path) -> str:

@@ -102,7 +102,8 @@ class RoundMember:
             self._patience.unreachable(coordinator)
             if coordinator in self._node.departures.gone(self._replica.base.commit):  # it said so meanwhile
                 return attempt
-            self._reporter.failed(target, attempt - 1, "coordinator_lost", str(error))
+            if attempt > len(order) or not self._is_new:
+                self._reporter.failed(target, attempt - 1, "coordinator_lost", str(error))
             in_this_pass = attempt % len(order)
             untried = order[in_this_pass:] if in_this_pass else ()
             attempt += await self._leave.unless_made(_first_living(self._node.endpoint, untried)) or 0
@@ -113,6 +114,12 @@ class RoundMember:
         except Refused as error:
             attempt = await self._after_refusal(coordinator, target, attempt, len(order), error)
         return attempt
+
+    @property
+    def _is_new(self) -> bool:
+        """Whether this peer was not in the last round: then it does not know who has left since."""
+        last = self._node.log.last
+        return self._node.peer_id not in {*last.members, *last.electorate}
 
     async def _after_refusal(self, coordinator: str, target: int, attempt: int, coordinators: int, refused: Refused) -> int:
         """Fix what a refusal names; return the next attempt's number. Raises UserError when this peer cannot take part."""
