@@ -260,6 +260,9 @@ def test_a_line_near_the_bound_does_not_flap() -> None:
             assert [each.kind for each in alerts(gather(statuses), swarm.records, swarm.now, slow)] == ["slow_line"] * len(slow)
         return found
 
+    others = [replace(each, upload=12.5e6) for each in swarm.statuses[1:]]
+    assert slow_lines(others, (thin,)) == (thin,)
+    assert alerts(gather(others), swarm.records, swarm.now, (thin,)) == []
     at_the_bound = ((1.1, 8.0), (0.9, 8.0), (1.1, 8.0), (1.9, 1.3), (2.1, 8.0), (1.1, 8.0))
     assert looks(*at_the_bound) == [False, True, True, True, False, False]
     assert looks((0.9, 2.6), (0.9, 1.3), (0.9, 1.2), (0.9, 2.4)) == [True, True, False, False]

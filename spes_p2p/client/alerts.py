@@ -105,10 +105,10 @@ def _bases(swarm: SwarmStatus) -> Alert | None:
 
 
 def _lines(swarm: SwarmStatus, were_slow: Collection[str]) -> Alert | None:
-    slow = slow_lines(swarm.peers, were_slow)
+    uploads = {peer.peer_id: peer.upload for peer in swarm.peers if peer.role == "trainer" and peer.upload > 0}
+    slow = [peer for peer in slow_lines(swarm.peers, were_slow) if peer in uploads]
     if not slow or swarm.done:
         return None
-    uploads = {peer.peer_id: peer.upload for peer in swarm.peers if peer.role == "trainer" and peer.upload > 0}
     median = statistics.median(uploads.values())
     lines = ", ".join(f"{short_peer(peer)} {human_count(8 * uploads[peer])}bit/s" for peer in slow)
     text = f"rounds wait for slow lines: {lines} up; the median is {human_count(8 * median)}bit/s"

@@ -173,13 +173,15 @@ def swarm_status(statuses: Sequence[PeerStatus]) -> dict[str, Any]:
     return document
 
 
-def slow_lines(peers: Iterable[PeerStatus], before: Collection[str] = ()) -> tuple[str, ...]:
-    """Return the trainers whose lines hold rounds up, by what all measured themselves. `before`: those of the last look."""
+def slow_lines(peers: Sequence[PeerStatus], before: Collection[str] = ()) -> tuple[str, ...]:
+    """Return the trainers whose lines hold rounds up, by what all measured themselves.
+
+    `before`: those of the last look. Of them, those that do not answer now stay: a slow line also delays answers.
+    """
     measured = [peer for peer in peers if peer.role == "trainer" and peer.upload > 0]
-    if len(measured) < 2:
-        return ()
-    median = statistics.median(peer.upload for peer in measured)
-    return tuple(
+    median = statistics.median(peer.upload for peer in measured) if measured else 0.0
+    silent = set(before) - {peer.peer_id for peer in peers}
+    return tuple(sorted(silent)) + tuple(
         peer.peer_id for peer in measured if holds_rounds_up(peer.upload, median, peer.round_seconds, peer.peer_id in before)
     )
 
