@@ -5,7 +5,7 @@ import os
 import signal
 
 COLLECT_AFTER = 50_000
-"""New objects between two collections of garbage in a command: importing makes many that stay. Peers have Python's default."""
+"""New objects between two collections of garbage in a command: importing makes many that stay. Peers collect more often."""
 
 
 def main() -> None:

@@ -69,6 +69,8 @@ def test_a_swarm_without_trainers_is_asleep_and_misses_no_elector() -> None:
     helper = replace(swarm.statuses[0], peer_id="Qm" + "h" * 44, role="helper", electorate=tuple(away))
     asleep = replace(swarm, statuses=[helper])
     assert found(asleep) == found(asleep, 1e4) == [("no_trainers", "critical")]
+    assert math.isfinite(helper.seconds_left)
+    assert math.isnan(gather(asleep.statuses).seconds_left)
     assert found(changed(asleep, state="stopped")) == []
     done = changed(asleep, round=helper.total_rounds)
     assert found(done) == []

@@ -31,6 +31,7 @@ from spes_p2p.peer.kept_moments import KeptMoments
 from spes_p2p.rounds.audits import (
     LEAST_COSINE,
     LEAST_NORM_RATIO,
+    WAITING_SHARE,
     Score,
     audited_work,
     auditor_of,
@@ -113,7 +114,8 @@ def test_newcomers_are_drawn_more_often_and_who_failed_always() -> None:
     share = {each: np.mean([is_drawn(commit, "X", 0.05, each, [commit]) for commit in found]) for each in (newcomer, PROVEN)}
     assert share[newcomer] == pytest.approx(0.2, abs=0.03)
     assert share[PROVEN] == pytest.approx(0.05, abs=0.015)
-    assert is_drawn(found[0], "X", 1e-9, Service(PROBATION_ROUNDS, 0), found[:1]), "its probation waits for this"
+    waiting = [is_drawn(commit, "X", 1e-9, Service(PROBATION_ROUNDS, 0), [commit]) for commit in found]
+    assert np.mean(waiting) == pytest.approx(WAITING_SHARE, abs=0.03), "its probation waits for this"
     suspect = replace(found[0], verdicts=(Verdict("A", "X", 0, False),))
     assert is_drawn(found[0], "X", 1e-9, PROVEN, [suspect])
     assert not is_drawn(found[0], "X", 1e-9, PROVEN, [replace(suspect, verdicts=(Verdict("A", "X", 0, True),))])

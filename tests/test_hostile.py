@@ -15,7 +15,7 @@ MAX_MB, SILENCE_S = 64.0, 10.0
 """The aims: memory for one hostile peer, the peer daemon's included, and the longest pause."""
 
 
-@pytest.mark.parametrize("attack", ["messages", "promises", "streams", "frames", "records", "connections"])
+@pytest.mark.parametrize("attack", ["messages", "promises", "streams", "frames", "records", "connections", "scene"])
 def test_an_attack_costs_little_memory_and_no_pause(tmp_path: Path, attack: str) -> None:
     report = tmp_path / "report.json"
     command = [sys.executable, str(BENCHMARK), "--only", attack, "--seconds", "5", "--json", str(report)]

@@ -243,8 +243,9 @@ async def plans_until_finished(swarm: VirtualSwarm) -> dict[int, Plan]:
 
 
 def open_swarm(total_steps: int, trusted: str, strangers: str) -> VirtualSwarm:
-    """W and, as electors, `trusted`; strangers."""
-    swarm = VirtualSwarm(campaign(total_steps, admission="open", sync={"min_peers": len(trusted + strangers)}))
+    """W and, as electors, `trusted`; strangers, of whom each newcomer is audited."""
+    sync = {"min_peers": len(trusted + strangers), "audited_share": 0.25}
+    swarm = VirtualSwarm(campaign(total_steps, admission="open", sync=sync))
     for name in trusted:
         made = Invitation(swarm.campaign.hash, name, ELECTOR, 2**40, b"")
         swarm.invitations[name] = signed_invitation(made, SimulatedIdentity("W"))

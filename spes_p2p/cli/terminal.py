@@ -16,7 +16,7 @@ from spes_p2p.storage.threads import keep_freed_memory
 
 SHOW_CURSOR = "\x1b[?25h"
 PEERS_COLLECT_AFTER = (700, 10, 10)
-"""Python's default: garbage that a peer keeps may hold the bytes of a round."""
+"""Often, as long was Python's default: garbage may hold the bytes of a round."""
 
 
 def run(work: Coroutine[Any, Any, Any]) -> Any:

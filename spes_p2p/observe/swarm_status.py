@@ -118,7 +118,8 @@ def gather(statuses: Sequence[PeerStatus]) -> SwarmStatus:
         return status.peer_id in status.members, math.isfinite(status.loss), agreeing[status.base_digest, status.loss]
 
     best = max(leading, key=standing)
-    lefts = (status.seconds_left for status in (best, *leading, *peers))
+    trains = any(status.role == "trainer" for status in peers)
+    lefts = (status.seconds_left for status in (best, *leading, *peers) if trains)
     validation_round, validation_loss = _held_out(with_base)
     return SwarmStatus(
         **{name: getattr(best, name) for name in _OF_ONE_PEER},

@@ -33,7 +33,10 @@ LEAST_COSINE, LEAST_NORM_RATIO = 0.9, 0.75
 """Of an update of shared weights and router with that of training again, and of the smaller of the two norms to the larger.
 Honest ones have 0.979 and 0.99 or more, also in another arithmetic; half of 16 steps at most 0.89 (docs/security.md)."""
 NEWCOMERS_SHARE = 4.0
-"""Members in their first rounds of service are drawn this many times as often: an identity costs nothing."""
+"""Members on probation are drawn this many times as often: an identity costs nothing."""
+WAITING_SHARE = 0.125
+"""They are drawn at least this often while their probation waits only for an audit. More would keep slow lines busy with
+moments that come too late."""
 
 
 MANY = 2**20
@@ -80,17 +83,17 @@ def auditor_of(commit: Commit, peer: str) -> str | None:
 
 
 def is_drawn(commit: Commit, peer: str, share: float, service: Service, recent: Sequence[Commit]) -> bool:
-    """Return whether the commit draws this peer: by chance, and for sure if it failed an audit, the owner has ordered it, or
-    its probation waits only for an audit.
+    """Return whether the commit draws this peer: by chance, and for sure if it failed an audit or the owner has ordered it.
 
     `service`: by the log. `recent`: the last commits, newest first.
     """
     if commit.control is not None and peer in commit.control.audited:
         return True
-    is_past = is_past_probation(service, needs_audit=True)
-    if failures(recent, peer) or (not is_past and is_past_probation(service, needs_audit=False)):
-        return True
-    return _hash(commit.id, peer, "drawn") < share * (1.0 if is_past else NEWCOMERS_SHARE)
+    wanted = share
+    if not is_past_probation(service, needs_audit=True):
+        waits = is_past_probation(service, needs_audit=False)
+        wanted = max(NEWCOMERS_SHARE * share, WAITING_SHARE if waits else 0.0)
+    return bool(failures(recent, peer)) or _hash(commit.id, peer, "drawn") < wanted
 
 
 def in_order(commit: Commit, peers: Collection[str], recent: Sequence[Commit]) -> list[str]:
