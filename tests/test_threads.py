@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import itertools
 import mmap
 import os
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,7 +26,7 @@ from spes_p2p.rounds import digest, next_base
 from spes_p2p.rounds.base import load_base, pieces_of, write_base
 from spes_p2p.rounds.digest import PIECE_ELEMENTS, PIECES_PER_BATCH, piece_digest, piece_digests, root_digest
 from spes_p2p.storage.store import DirectoryStore
-from spes_p2p.storage.threads import in_threads, nice_executor, spans, threads_here
+from spes_p2p.storage.threads import in_threads, keep_loaded_objects, nice_executor, spans, threads_here
 from spes_p2p.testing.simulate.swarm import VirtualSwarm, campaign, simulate
 
 THREADS = (1, 2, 5)
@@ -189,3 +191,19 @@ def test_threads_of_the_nice_executor_and_those_that_they_start_give_way() -> No
     with nice_executor(max(0, here - 1)) as executor:
         assert executor.submit(niceness).result() == here, "it never takes more than the process was given"
     assert niceness() == here
+
+
+def test_what_is_loaded_is_left_out_of_collections_and_new_garbage_is_not() -> None:
+    class Cycle:
+        def __init__(self) -> None:
+            self.me = self
+
+    try:
+        keep_loaded_objects()
+        assert gc.get_freeze_count() > 10_000
+        garbage = weakref.ref(Cycle())
+        gc.collect()
+        assert garbage() is None
+        assert len(gc.get_objects()) < gc.get_freeze_count()
+    finally:
+        gc.unfreeze()

@@ -61,7 +61,7 @@ from spes_p2p.rounds.planned import Plan
 from spes_p2p.rounds.results import Results
 from spes_p2p.storage.interfaces import Store
 from spes_p2p.storage.store import DirectoryStore
-from spes_p2p.storage.threads import threads_here
+from spes_p2p.storage.threads import keep_loaded_objects, threads_here
 from spes_p2p.testing.memory_network import MemoryNetwork
 from spes_p2p.testing.simulated_identity import SimulatedIdentity
 from spes_p2p.training.interface import Phase, PhaseReport
@@ -227,6 +227,7 @@ async def measure(
     )
     layout, store, meter = layout_of(config.model), DirectoryStore(folder), Meter()
     genesis = make_base_0(campaign, layout, store)
+    keep_loaded_objects()  # as a trainer does
     peer = OnePeer(campaign, layout, genesis, folder, base, checkpoint_every_s)
     await peer.restart()
     changed = written = 0

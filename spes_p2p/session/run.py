@@ -40,7 +40,7 @@ from spes_p2p.session.observers import observing, sharing_history
 from spes_p2p.session.pausing import Pauses, call_on_signals
 from spes_p2p.session.text import keep_checking, make_readers, open_text, serve_text, text_to_serve
 from spes_p2p.storage.store import DirectoryStore
-from spes_p2p.storage.threads import nice_executor
+from spes_p2p.storage.threads import keep_loaded_objects, nice_executor
 
 if TYPE_CHECKING:
     import torch
@@ -228,6 +228,7 @@ async def _prepare(
     store = await asyncio.to_thread(DirectoryStore, settings.run_dir)  # deletes what a dead process left
     await join_with_base_0(first_contact(net), peers, files, genesis, settings, store)
     logger.info("room for %s", resources.description)
+    keep_loaded_objects()
     return _Ready(files, genesis, invitation, devices, resources, shelf, store)
 
 
