@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import shlex
-import socket
 
 from spes_p2p.messages.codec import WireError, unpack
 from spes_p2p.messages.refusals import LONGEST_DETAIL, LONGEST_REFUSAL, Code, Refusal
@@ -47,7 +46,7 @@ def version_advice(ours: int, theirs: int, program: str = "") -> str:
 
 def cannot_listen(host: str, port: int, error: OSError, option: str = "") -> UserError:
     """Return the error for a server that cannot listen at --{option}host and --{option}port."""
-    if isinstance(error, socket.gaierror):
+    if (error.errno or 0) < 0:  # a socket.gaierror, whose codes are negative; no import of sockets for it
         return UserError(f"--{option}host {host}: not an address ({error.strerror}); give one of this machine, or 0.0.0.0")
     if error.errno == errno.EADDRNOTAVAIL:
         return UserError(f"--{option}host {host}: not an address of this machine; give one of its own, or 0.0.0.0 for all")
