@@ -58,7 +58,8 @@ class Announcer:
         node = self._node
         await node.world.run_blocking(self._replica.announce)
         self._samples.announce()
-        members = node.log.commit_at(self._replica.base.round).members
+        base = self._replica.base
+        members = node.log.commit_at(base.round).members if node.log.has(base.commit, base.round) else ()
         near = node.endpoint.nearness.near(members)
         self._near = to_mask({i for i, peer in enumerate(members) if peer in near}, len(members)) if near else b""
 
