@@ -16,7 +16,7 @@ from spes_p2p.storage.threads import keep_freed_memory
 
 SHOW_CURSOR = "\x1b[?25h"
 PEERS_COLLECT_AFTER = (700, 10, 10)
-"""Often, as long was Python's default: garbage may hold the bytes of a round."""
+"""The usual default of Python: garbage may hold the bytes of a round, so it is collected often."""
 
 
 def run(work: Coroutine[Any, Any, Any]) -> Any:

@@ -1,6 +1,6 @@
 """Cells: members of a large round sum within small cells first, and cells with each other, so that each has few neighbours.
 
-Regions are cells, too, in rounds of any size: then one copy of what is exchanged crosses the slow lines between them.
+Regions are cells, too, also in small rounds: then one copy of what is exchanged crosses the slow lines between them.
 
 Each cell has the same number of *hubs*. The hubs at the same place of all cells are a *column*, and each part belongs to one
 column: its hubs sum the updates of their cells, the part's reducer, which is one of them, sums these, and results take the same
