@@ -95,10 +95,10 @@ async def _follow(listed: Listed) -> None:
                 while silent_looks < LOST_AFTER:
                     statuses = await swarm.statuses()
                     silent_looks = 0 if statuses else silent_looks + 1
-                    listed.answers, listed.problem = bool(statuses), "" if statuses else "no peer of the campaign answers"
                     if statuses:
                         listed.seen = seen(statuses, await address_to_join(swarm, listed.addresses))
                         listed.updated = time.time()
+                    listed.answers, listed.problem = bool(statuses), "" if statuses else "no peer of the campaign answers"
                     await asyncio.sleep(LOOK_EVERY_S)
         except UserError as error:
             listed.answers, listed.problem = False, printable(str(error))
