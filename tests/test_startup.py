@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import base58
 import pytest
 from network_swarm import COMMAND_TIMEOUT_S, ENVIRONMENT, ROOT, LocalPeers
 
@@ -81,6 +82,35 @@ except ValueError: print("refused")
     imported = imported_by(program)
     assert "refused" in imported
     assert "netaddr" not in imported
+
+
+def test_peer_ids_in_multiaddrs_are_converted_as_by_cid() -> None:
+    ids = ["QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N", "12D3KooWD3eckifWpRn9wQpMG9R9hX3sD158z7EqHWmweQAJU5SA"]
+    hashes = map(base58.b58decode, ids)
+    packed = [f"a503{len(each) + 2:02x}0172{each.hex()}" for each in hashes]
+    program = f"""
+import spes_p2p.net, sys
+from hivemind.utils.multiaddr import Multiaddr
+for text in {ids}:
+    address = Multiaddr(f"/p2p/{{text}}")
+    assert str(Multiaddr(address.to_bytes())) == f"/p2p/{{text}}"
+    print(address.to_bytes().hex())
+"""
+    imported = imported_by(program)
+    assert set(packed) <= imported, imported
+    assert not {"cid", "multibase", "multicodec"} & imported
+    in_another_notation = """
+import spes_p2p.net
+from hivemind.utils.multiaddr import Multiaddr
+address = Multiaddr("/p2p/bafzbeie5745rpv2m6tjyuugywy4d5ewrqgqqhfnf445he3omzpjbx5xqxe")
+assert Multiaddr(address.to_bytes()) == address
+print(address)
+try: Multiaddr("/p2p/Qm1")
+except ValueError: print("refused")
+"""
+    said = imported_by(in_another_notation)
+    assert {"refused", "/p2p/QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"} <= said
+    assert "cid" in said
 
 
 @pytest.mark.network
