@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import base58
+import psutil
 import pytest
 from network_swarm import COMMAND_TIMEOUT_S, ENVIRONMENT, ROOT, LocalPeers
 
@@ -119,7 +120,9 @@ def test_all_of_hivemind_is_there_for_a_program_that_imports_it_first() -> None:
 
 
 @pytest.mark.network
-def test_a_bootstrap_peer_does_its_part_of_a_round_without_torch(campaign: Path, tmp_path: Path) -> None:
+def test_a_bootstrap_peer_does_its_part_of_a_round_without_torch_and_its_daemon_with_less_memory(
+    campaign: Path, tmp_path: Path
+) -> None:
     with LocalPeers(tmp_path) as peers:
         bootstrap = peers.bootstrap(campaign)
         peers.join("one", bootstrap.address)
@@ -127,6 +130,8 @@ def test_a_bootstrap_peer_does_its_part_of_a_round_without_torch(campaign: Path,
         peers.wait_for_round(2)
         loaded = [Path(f"/proc/{peer.process.pid}/maps").read_text() for peer in (bootstrap, peers["one"])]
         assert [bool(re.search("/torch/lib/", maps)) for maps in loaded] == [False, True]
+        daemons = [psutil.Process(peer.process.pid).children()[0] for peer in (bootstrap, peers["one"])]
+        assert [daemon.environ().get("GOGC") for daemon in daemons] == ["50", os.environ.get("GOGC")]
         status = f"sys.argv = ['spes-p2p', 'status', {bootstrap.address!r}]; from spes_p2p.cli import main; main()"
         imported = imported_by(status)
     assert "spes_p2p.client.status" in imported
