@@ -24,6 +24,7 @@ from hivemind.utils.multiaddr import Multiaddr
 from spes_p2p.errors import PeerUnreachable, Refused, UserError
 from spes_p2p.messages.refusals import Code
 from spes_p2p.net.byte_stream import ByteStream
+from spes_p2p.net.connections import CONNECTIONS
 from spes_p2p.net.daemon_process import (
     SOCKET_DIRECTORY,
     StartedDaemon,
@@ -201,6 +202,12 @@ class Daemon(P2P):  # type: ignore[misc]
             stream.abort()
         finally:
             self._streams.discard(task)
+
+    @staticmethod
+    def _make_process_args(*arguments: Any, **options: Any) -> list[str]:
+        """Let p2pd keep a connection with each member of a round: by default it closes idle ones above 512, down to 256."""
+        made: list[str] = P2P._make_process_args(*arguments, **options, connHi=CONNECTIONS, connLo=CONNECTIONS // 2)
+        return made
 
     def _terminate(self) -> None:
         super()._terminate()
