@@ -82,6 +82,8 @@ class Daemon(P2P):  # type: ignore[misc]
     def _make_process_args(*args: Any, **kwargs: Any) -> list[str]:
         if "trustedRelays" in kwargs:
             kwargs["relayDiscovery"] = False  # otherwise the daemon searches for other relays and does not try these
+        # p2pd would close idle connections above 512, down to 256: fewer than the members of a round.
+        kwargs.update(connHi=CONNECTIONS, connLo=CONNECTIONS // 2)
         return under_guard() + list(P2P._make_process_args(*args, **kwargs))
 
     async def _add_protobuf_unary_handler(
@@ -202,12 +204,6 @@ class Daemon(P2P):  # type: ignore[misc]
             stream.abort()
         finally:
             self._streams.discard(task)
-
-    @staticmethod
-    def _make_process_args(*arguments: Any, **options: Any) -> list[str]:
-        """Let p2pd keep a connection with each member of a round: by default it closes idle ones above 512, down to 256."""
-        made: list[str] = P2P._make_process_args(*arguments, **options, connHi=CONNECTIONS, connLo=CONNECTIONS // 2)
-        return made
 
     def _terminate(self) -> None:
         super()._terminate()
