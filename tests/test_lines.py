@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import runpy
 import sys
 from pathlib import Path
@@ -12,7 +13,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from model_shapes import tiny_campaign
 
-from spes_p2p.campaign.lines import CODECS_BY_LOSS, EXCHANGE_SHARE, SHORTEST_PHASE, WORTHWHILE, paces, with_codec
+from spes_p2p.campaign.lines import (
+    CODECS_BY_LOSS,
+    EXCHANGE_SHARE,
+    LOSS_OF_TOKENS,
+    SHORTEST_PHASE,
+    WORTHWHILE,
+    paces,
+    with_codec,
+)
 from spes_p2p.campaign.planner import round_traffic
 from spes_p2p.config.campaign import load_campaign_config
 
@@ -57,6 +66,22 @@ def test_with_the_batch_of_spes_a_round_takes_a_small_share_of_an_hour() -> None
     assert (home.codec.experts, fast.codec.experts) == ("sparse", "int4")
     assert (home.sync_steps, fast.sync_steps) == (5, 5)
     assert home.tokens_per_day == pytest.approx(4.6e8, rel=0.01)
+
+
+@given(step_s=st.floats(0.1, 100), line=LINE_BITS, factor=st.floats(1.3, 4))
+def test_no_other_phase_reaches_a_loss_sooner(step_s: float, line: float, factor: float) -> None:
+    (pace,) = paces(load_campaign_config(ROOT / "configs/9b.yaml"), 3, 4, step_s, [line])
+    longer, shorter = round(pace.sync_steps * factor), round(pace.sync_steps / factor)
+    assert pace.speedup > pace.of_steps(longer).speedup
+    if shorter >= SHORTEST_PHASE:
+        assert pace.speedup > pace.of_steps(shorter).speedup
+
+
+def test_on_a_fast_line_four_peers_are_as_fast_as_the_small_model_learned() -> None:
+    (pace,) = paces(tiny_campaign(), 2, 4, 1e4, [1e10])
+    assert pace.sync_steps == SHORTEST_PHASE
+    assert pace.speedup == pytest.approx(math.exp((4.367 - 4.080) / LOSS_OF_TOKENS), rel=0.01)
+    assert pace.of_steps(30).speedup == pytest.approx(1.8, abs=0.1)
 
 
 def test_plan_lists_the_lines(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,6 +26,8 @@ from spes_p2p.observe.units import human_count
 
 LOSS_OF_PHASE, LOSS_OF_TOKENS = 0.058, 0.327
 """Four peers, 512 tokens a step: from 5 to 288 steps a phase, and from 0.74 M to 2.95 M tokens of one machine."""
+LOSS_OF_PEERS = 0.207
+"""From one peer alone to four that meet every 5 steps, for each factor e in the number of peers."""
 EXCHANGE_SHARE = LOSS_OF_PHASE / LOSS_OF_TOKENS
 SHORTEST_PHASE = 5
 """Steps below which more rounds gained nothing."""
@@ -34,7 +36,9 @@ CODECS_BY_LOSS = (
     CodecConfig(shared="int4", experts="sparse"),
     CodecConfig(shared="ternary", experts="sparse"),
 )
-"""By bytes, descending. In the loss of a small model the second costs nothing measurable, the third 0.016 more (one seed)."""
+"""By bytes, descending. In the loss of a small model the second costs nothing measurable."""
+LOSS_OF_TERNARY = 0.016
+"""What `ternary` for the shared weights costs a small model (one seed)."""
 WORTHWHILE = 0.6
 """A phase shorter by this factor is worth 0.03 by LOSS_OF_PHASE."""
 LINES_BITS = (20e6, 100e6, 1e9)
@@ -72,6 +76,14 @@ class Pace:
     def tokens_per_day(self) -> float:
         """Tokens that the swarm trains in a day."""
         return self.peers * self.tokens * DAY_S / (self.exchange_seconds + self.phase_seconds)
+
+    @property
+    def speedup(self) -> float:
+        """How much sooner the swarm reaches a loss than one of its peers alone, by the small model's losses."""
+        gained = LOSS_OF_PEERS * math.log(self.peers) - LOSS_OF_PHASE * math.log(self.sync_steps / SHORTEST_PHASE)
+        if self.codec.shared == "ternary":
+            gained -= LOSS_OF_TERNARY
+        return (1 - self.exchange_share) * math.exp(gained / LOSS_OF_TOKENS)
 
 
 def seconds_of_a_step(config: CampaignConfig, choice: Choice, tokens_per_second: float | None) -> float:

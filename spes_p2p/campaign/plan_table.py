@@ -74,7 +74,8 @@ def pace_json(pace: Pace) -> dict[str, Any]:
     """Return all numbers of a choice for a line."""
     values: dict[str, Any] = to_json(pace)
     codec = pace.codec.model_dump()
-    return {**values, "codec": codec, "exchange_share": pace.exchange_share, "tokens_per_day": pace.tokens_per_day}
+    derived = {"exchange_share": pace.exchange_share, "tokens_per_day": pace.tokens_per_day, "speedup": pace.speedup}
+    return {**values, "codec": codec, **derived}
 
 
 def render_lines(campaign: str, chosen: Sequence[Pace], assumes: str) -> Table:

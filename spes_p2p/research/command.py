@@ -110,7 +110,7 @@ def _report(arguments: argparse.Namespace) -> None:
     arguments.output.mkdir(parents=True, exist_ok=True)
     (arguments.output / f"{experiment.name}.md").write_text(text, encoding="utf-8")
     shown = pictured(experiment, found)
-    draw(experiment.name, shown, arguments.output / f"{experiment.name}.png")
+    draw(experiment.name, shown, arguments.output / f"{experiment.name}.png", found)
     draw_series(experiment.name, shown, arguments.output / f"{experiment.name}_rounds.png")
     print(text)
 

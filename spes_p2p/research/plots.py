@@ -21,15 +21,23 @@ SERIES = (
 )
 
 
-def draw(title: str, found: Sequence[Outcome], path: Path) -> None:
-    """Write a plot with three panels. Curves and points are means over seeds."""
+def draw(title: str, shown: Sequence[Outcome], path: Path, found: Sequence[Outcome] = ()) -> None:
+    """Write a plot with three panels. Curves and points are means over seeds.
+
+    The panel of bytes also has the end of every other arm of `found`, and a line for each shown arm that sends nothing.
+    """
     labels = ("M tokens, all peers", "MB sent by a peer", "MB of training state, a peer")
     figure, (tokens, sent, memory) = _panels(title, labels)
-    for outcome, style in _styled(found):
-        losses = np.mean([[point["loss"] for point in record["curve"]] for record in outcome.runs.values()], axis=0)
+    for outcome in found:
+        if outcome.first["peers"] > 1 and outcome.arm not in {each.arm for each in shown}:
+            sent.plot(outcome.first["sent_bytes"] / 1e6, _mean_losses(outcome)[-1], marker=".", color="0.6")
+    for outcome, style in _styled(shown):
+        losses = _mean_losses(outcome)
         tokens.plot(_column(outcome, "tokens"), losses, marker=".", **style)
         if outcome.first["peers"] > 1:
             sent.plot(_column(outcome, "sent_bytes"), losses, marker=".", **style)
+        else:
+            sent.axhline(losses[-1], linestyle=":", color=style["color"])
         memory.plot(outcome.first["memory_bytes"] / 1e6, losses[-1], marker="o", linestyle="none", **style)
     sent.set_xscale("log")
     tokens.set_ylabel("held-out loss (nats per token)")
@@ -71,6 +79,12 @@ def _styled(found: Sequence[Outcome]) -> list[tuple[Outcome, dict[str, Any]]]:
 def _save(figure: Figure, labelled: Axes, path: Path) -> None:
     figure.legend(*labelled.get_legend_handles_labels(), loc="outside right upper", fontsize=8)
     figure.savefig(path, dpi=90)
+
+
+def _mean_losses(outcome: Outcome) -> np.ndarray:
+    """Return the held-out loss at each point of the curve, the mean over seeds."""
+    losses: np.ndarray = np.mean([[point["loss"] for point in record["curve"]] for record in outcome.runs.values()], axis=0)
+    return losses
 
 
 def _column(outcome: Outcome, name: str) -> list[float]:
