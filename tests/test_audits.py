@@ -332,6 +332,7 @@ def convictions(swarm: VirtualSwarm) -> dict[int, set[str]]:
     return {number: {commit.members[i] for i in commit.convicted} for number, commit in found.items() if commit.convicted}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["free-ride", "copy"])
 def test_a_free_rider_loses_its_work_by_two_auditors_and_an_honest_stranger_keeps_it(kind: AttackKind) -> None:
     async def main() -> None:
@@ -371,6 +372,7 @@ def test_a_vouched_trainer_without_a_vote_audits() -> None:
     simulate(main)
 
 
+@pytest.mark.long
 def test_one_lying_auditor_of_two_convicts_nobody() -> None:
     async def main() -> None:
         swarm = audited_swarm("XY", vouched="AB")
@@ -385,6 +387,7 @@ def test_one_lying_auditor_of_two_convicts_nobody() -> None:
     simulate(main)
 
 
+@pytest.mark.long
 def test_who_does_not_show_its_moments_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
         swarm = audited_swarm("XY")

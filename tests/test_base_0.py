@@ -95,10 +95,12 @@ def joins_with_base_0(rounds: int) -> list[str]:
     return simulate(main)
 
 
+@pytest.mark.long
 def test_a_joiner_with_base_0_replays_the_first_rounds() -> None:
     assert joins_with_base_0(KEPT_ROUNDS - 1) == ["disk"]
 
 
+@pytest.mark.long
 def test_a_joiner_with_base_0_downloads_a_base_when_results_are_gone() -> None:
     assert joins_with_base_0(KEPT_ROUNDS + 4) == ["disk", "download"]
 

@@ -118,6 +118,7 @@ def test_a_campaigns_step_runs_under_a_cap_in_the_planned_setup(bench: ModuleTyp
         bench.bench_capped_step(config, 100_000, 5, CPU)
 
 
+@pytest.mark.long
 def test_forms_of_a_step_are_compared_on_a_cpu(
     bench: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -183,6 +183,7 @@ def test_peers_open_streams_with_their_neighbours_only() -> None:
     simulate(main)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("codec", ["none", "fp16", "int8", "int4"])
 def test_over_rounds_the_base_moves_by_all_that_was_trained_but_for_pending_and_residuals(codec: str) -> None:
     async def main() -> None:
@@ -257,6 +258,7 @@ def test_when_a_reducer_is_lost_hubs_push_again_and_nobody_else(others_lost: int
                 check_contributors(named, part, its, 64)
 
 
+@pytest.mark.long
 def test_a_hub_may_be_as_slow_as_the_slowest_member_of_its_cell() -> None:
     """Roots wait for means that come far more slowly than their hub's line allows."""
 

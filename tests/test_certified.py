@@ -13,11 +13,12 @@ from remembering_swarm import RememberingSwarm
 from synthetic_swarm import synthetic_swarm
 
 from spes_p2p.client.chronicle import Chronicle, owners_first
-from spes_p2p.client.dashboard.poll import SwarmHistory, _learn_past
+from spes_p2p.client.dashboard.poll import SwarmHistory, _learn_past, _learn_rounds
 from spes_p2p.client.dashboard.view import swarm_view
 from spes_p2p.client.proven import learn_commits
 from spes_p2p.consensus.commit_log import CommitLog
 from spes_p2p.messages.presence import Contribution, Named, PeerStatus, RoundRecord
+from spes_p2p.observe.events import Evaluated
 from spes_p2p.observe.rounds import totals_of
 from spes_p2p.peer.history_sync import pages
 from spes_p2p.rounds.certified import Hearsay, certified
@@ -174,6 +175,23 @@ def test_a_dashboard_credits_nobody_for_a_lie(tmp_path: Path, is_helper_there: b
         assert [record.round for record in records] == list(range(6))
         assert [record.contributions for record in records] == honest
         assert owners_first(client, ["A", "W", "B"])[0] == "W"
+
+    simulate(main)
+
+
+def test_a_dashboard_shows_the_held_out_loss_that_comes_after_the_last_commit(tmp_path: Path) -> None:
+    async def main() -> None:
+        swarm = RememberingSwarm(tmp_path, total_steps=100)
+        await swarm.begin()
+        await swarm.until_round(5)
+        client: Any = Client(swarm, "C")
+        chronicle, history = Chronicle(client, swarm.campaign.config), SwarmHistory()
+        await learn_commits(client.endpoint, client.log, "W")
+        status = PeerStatus("W", "helper", "c", "h", 20, round=client.log.round, base_digest="d")
+        await _learn_rounds(client, chronicle, [status], history)
+        swarm.histories["W"].record(Evaluated(status.round, 4.25))
+        await _learn_rounds(client, chronicle, [replace(status, validation_round=status.round)], history)
+        assert history.rounds.records[status.round].validation_loss == 4.25
 
     simulate(main)
 

@@ -135,6 +135,7 @@ def test_a_reducer_that_lies_is_excluded_by_proof_within_three_rounds(lie: Lie, 
     simulate(main)
 
 
+@pytest.mark.long
 def test_a_pardoned_reducer_takes_part_again_until_another_proof(monkeypatch: pytest.MonkeyPatch) -> None:
     async def pardon(swarm: VirtualSwarm, number: int) -> None:
         log = swarm.nodes["W"].log
@@ -247,6 +248,7 @@ FORGERIES: dict[str, tuple[Callable[[WrongSum], WrongSum], str]] = {
 }  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("sync_steps", "is_named"), [(20, True), (1, False)])
 def test_a_reducer_that_is_behind_is_named_unless_the_checker_comes_too_late(sync_steps: int, is_named: bool) -> None:
     async def behind(stream: Stream) -> None:

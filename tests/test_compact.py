@@ -33,6 +33,7 @@ def test_what_is_no_compressed_record_is_refused(body: bytes) -> None:
         expanded(body, b"")
 
 
+@pytest.mark.long
 def test_a_proposal_after_another_costs_little_more_than_its_signatures() -> None:
     async def main() -> list[Compact]:
         swarm, sent = VirtualSwarm(campaign(total_steps=60, sync={"min_peers": len(MEMBERS)})), dict[str, Compact]()
@@ -55,6 +56,7 @@ def test_a_proposal_after_another_costs_little_more_than_its_signatures() -> Non
     assert all(each.known and len(each.body) < 250 * (len(MEMBERS) + 1) < len(first.body) / 2 for each in later)
 
 
+@pytest.mark.long
 def test_a_joiner_fetches_the_proposal_that_it_lacks_from_a_member() -> None:
     async def main() -> tuple[VirtualSwarm, list[str]]:
         swarm, asked = VirtualSwarm(campaign(total_steps=80, sync={"min_peers": len(MEMBERS)})), list[str]()

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+import psutil
 import pytest
 
+from spes_p2p.messages.fields import MAX_MEMBERS
 from spes_p2p.net import connections
 from spes_p2p.net.connections import CONNECTIONS, CONNECTIONS_PER_PEER, PEERS_PER_NETWORK, Connection, Connections
 from spes_p2p.net.libp2p import start_libp2p
@@ -72,5 +74,20 @@ def test_a_peer_daemon_closes_what_is_too_much(tmp_path: Path, monkeypatch: pyte
         finally:
             for each in (*others, victim):
                 await each.close()
+
+    asyncio.run(main())
+
+
+@pytest.mark.network
+def test_a_peer_daemon_keeps_a_connection_with_each_member_of_a_round(tmp_path: Path) -> None:
+    async def main() -> None:
+        peer = await start_libp2p(tmp_path / "peer.key", LOOPBACK)
+        try:
+            children = psutil.Process().children(recursive=True)
+            arguments = {argument for child in children for argument in child.cmdline()}
+            assert f"-connHi={CONNECTIONS}" in arguments
+            assert MAX_MEMBERS <= CONNECTIONS // 2
+        finally:
+            await peer.close()
 
     asyncio.run(main())

@@ -18,7 +18,7 @@ import spes_p2p.consensus
 from spes_p2p.consensus.acceptor import BALLOT_STEP
 from spes_p2p.consensus.certificate import proves
 from spes_p2p.consensus.commit_log import CommitLog
-from spes_p2p.consensus.electorate import MAX_ELECTORS, choose_electorate, quorum
+from spes_p2p.consensus.electorate import HOME_CONNECTIONS, MAX_ELECTORS, choose_electorate, coordinator_order, quorum
 from spes_p2p.consensus.output import LOG, VOTES
 from spes_p2p.consensus.proposer import Proposer, ProposerState, Reply, Send
 from spes_p2p.consensus.reform import OutageWatch, has_lasted, sees_majority
@@ -542,6 +542,18 @@ def test_helpers_then_the_longest_serving_members_are_electors(helpers: set[str]
 @given(st.integers(1, MAX_ELECTORS))
 def test_any_two_majorities_share_an_elector(count: int) -> None:
     assert 2 * quorum(tuple("ABCDEFG"[:count])) > count
+
+
+def test_helpers_coordinate_what_is_too_much_for_a_home_router() -> None:
+    first = commit_after(Elector("me").log.last)
+    few = dataclasses.replace(first, helpers=("X", "Y"), electorate=("A", "B", "C", "X", "Y"))
+    many = dataclasses.replace(few, members=tuple(f"{i:03}" for i in range(HOME_CONNECTIONS + 1)))
+    limit = dataclasses.replace(few, members=many.members[1:])
+    for commit in (few, limit):
+        assert set(coordinator_order(commit)[-2:]) == {"X", "Y"}
+    assert set(coordinator_order(many)[:2]) == {"X", "Y"}
+    assert sorted(coordinator_order(many)) == sorted(many.electorate)
+    assert len({coordinator_order(dataclasses.replace(many, round=number))[:2] for number in range(9)}) == 2, "they take turns"
 
 
 # Without I/O --------------------------------------------------------------------------------------------------------------

@@ -64,6 +64,10 @@ def test_who_got_the_base_after_it_saw_the_others_says_that_it_waits(log: pytest
     for _ in range(2):
         trainer(PeersSeen(1, 1, ("helper", "peer-aaaaaa"), ()))
     assert log.messages[1:] == ["waiting for the others: 1 of 2 trainers"]
+    trainer(StateEntered("announcing"))
+    clock.now += HEARTBEAT_S
+    trainer(PeersSeen(1, 1, ("helper", "peer-aaaaaa"), ()))
+    assert log.messages[2:] == ["waiting for the others for 1m00s: 1 of 2 trainers"]
 
 
 def test_a_helper_says_each_round_in_one_line(log: pytest.LogCaptureFixture) -> None:

@@ -167,6 +167,7 @@ def test_a_pause_holds_when_every_trainer_has_gone_and_another_comes() -> None:
     simulate(main)
 
 
+@pytest.mark.long
 def test_where_rounds_overlap_training_a_pause_keeps_the_work_of_the_phase_under_way_for_the_round_that_resumes() -> None:
     async def main() -> None:
         swarm = await paused(overlap=True)
@@ -542,6 +543,7 @@ def test_the_campaign_ends_where_the_schedule_says_and_what_cannot_be_is_left_ou
     simulate(main)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_complete_campaign_goes_on_when_its_owner_adds_steps(overlap: bool) -> None:
     async def main() -> None:

@@ -116,6 +116,7 @@ def test_prompts_are_continued_where_tasks_fail(caplog: pytest.LogCaptureFixture
     assert (events, caplog.messages) == ([WRITTEN], ["evaluating tasks failed: no such data"])
 
 
+@pytest.mark.long
 def test_the_process_that_fails_gives_its_reason_and_leaves_nothing(tmp_path: Path) -> None:
     config = EvaluationConfig(tasks=("arc_easyy",))
     with pytest.raises(UserError, match=r"^unknown task 'arc_easyy'; did you mean"):

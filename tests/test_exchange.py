@@ -664,6 +664,7 @@ def test_a_member_that_lives_and_gives_its_exchange_up_is_not_waited_for() -> No
     simulate(main)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("pushed", [0, 1])
 def test_among_many_members_one_that_lives_and_pushes_nothing_more_is_left_out_soon(pushed: int) -> None:
     """How long a reducer waits follows from what the contributor pushes by the plan, not from the number of members."""

@@ -75,6 +75,7 @@ def only_run(**settings: Any) -> Run:
     return Run(made, made.arms[0], 1e-2, 0)
 
 
+@pytest.mark.long
 def test_donors_of_the_aggregate_are_other_donors_and_without_a_merge_none() -> None:
     merging = {"merge": {"merge_interval": 3, "merge_alpha_start": 0.5, "merge_decay_steps": 100, "merge_top_k": 1}}
     found = [

@@ -135,7 +135,7 @@ def test_a_checkpoint_for_which_the_disk_has_no_room_is_refused_before_a_byte_is
 ) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=10))
     output = tmp_path / "runs" / "checkpoint"
-    with pytest.raises(UserError, match=r"checkpoint: needs .* GB, the disk has 0.0 GB free; choose another disk"):
+    with pytest.raises(UserError, match=r"checkpoint: needs [1-9][\d.]+ [kM]B, the disk has 10 B free; choose another disk"):
         export_checkpoint(WHOLE, initial_state(WHOLE), tokenizer_json, "<|endoftext|>", None, output)
     assert list(output.parent.iterdir()) == []
 

@@ -83,6 +83,7 @@ QWEN3_30B_A3B: dict[str, Any] = {
 """The released model's config.json."""
 
 
+@pytest.mark.long
 def test_qwen3_30b_a3b_can_be_said_and_planned_without_its_memory() -> None:
     campaign = parse_campaign_config({
         "name": "qwen3-30b-a3b", "model": {"config": QWEN3_30B_A3B},

@@ -168,6 +168,7 @@ class Errors(logging.Handler):
         self.texts.append(record.getMessage() + (f": {record.exc_info[1]!r}" if record.exc_info else ""))
 
 
+@pytest.mark.long
 def test_a_live_peer_goes_on_whatever_it_is_sent() -> None:
     run_state_machine_as_test(HostilePeers, settings=settings(FAST, max_examples=3, stateful_step_count=STEPS))
 

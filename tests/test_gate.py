@@ -203,6 +203,7 @@ def judged(swarm: VirtualSwarm) -> list[StepsJudged]:
     return [event for recorder in swarm.recorders.values() for event in recorder.of(StepsJudged)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.sampled(1)
 def test_a_harmful_expert_stays_out_and_its_stranger_loses_it_but_not_the_vouched_owner(overlap: bool) -> None:

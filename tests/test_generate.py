@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,9 +52,9 @@ def test_a_continuation_ends_with_the_context_and_a_prompt_that_fills_it_is_refu
     used = len(tokenizer(prompt, add_special_tokens=False)["input_ids"])
     assert 0 < used < context
     written(continuation, prompt, 10**6, temperature=1.0)
-    with pytest.raises(UserError, match=f"--prompt: has {2 * used} tokens; give 1 to {context - 1}"):
+    with pytest.raises(UserError, match=f"the prompt has {2 * used} tokens; give 1 to {context - 1}"):
         written(continuation, 2 * prompt, 5)
-    with pytest.raises(UserError, match="--prompt: has 0 tokens"):
+    with pytest.raises(UserError, match="the prompt has 0 tokens"):
         written(continuation, "", 5)
 
 
@@ -70,6 +72,25 @@ def test_prompts_and_continuations_are_written_to_a_file(checkpoint: Path, tmp_p
     expected = [{"round": None, "prompt": text, "text": written(model, text, 3)} for text in ("The house", "The")]
     assert ended.code == 0
     assert json.loads(output.read_text()) == {"model": str(checkpoint), "round": None, "continuations": expected}
+
+
+class Typed(io.StringIO):
+    """What somebody types at a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_who_types_a_line_that_is_too_long_types_another(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options, lines = ("--max-new-tokens", "3", "--temperature", "0"), "The " * 10_000 + "\n\nThe house\n"
+    expected = written(Continuation(checkpoint, "cpu"), "The house", 3)
+    monkeypatch.setattr(sys, "stdin", Typed(lines))
+    ended = call("generate", str(checkpoint), *options)
+    assert (ended.code, ended.stdout) == (0, f"> > > {expected}\n> ")
+    assert "\nerror: the prompt has " in ended.stderr
+    monkeypatch.setattr(sys, "stdin", io.StringIO(lines))  # a pipe
+    ended = call("generate", str(checkpoint), *options)
+    assert (ended.code, ended.stdout) == (2, "")
 
 
 @pytest.mark.parametrize(("options", "error"), [

@@ -28,7 +28,7 @@ from spes_p2p.net.daemon_process import StartedDaemon, is_any_listening, start_v
 from spes_p2p.net.interfaces import MAX_RECORD_BYTES, Channel
 from spes_p2p.net.libp2p import Libp2p, start_libp2p, visit
 from spes_p2p.net.p2pd import control_daemon
-from spes_p2p.net.transport import PROTOCOL_PREFIX
+from spes_p2p.net.transport import PROTOCOL_PREFIX, Libp2pTransport
 
 pytestmark = pytest.mark.network
 LOOPBACK = ("/ip4/127.0.0.1/tcp/0",)
@@ -68,7 +68,11 @@ async def echo(channel: Channel) -> None:
 
 
 async def ask(guest: Libp2p, peer: str, question: bytes) -> bytes | bytearray | None:
-    channel = await guest.transport.open(peer, "echo")
+    return await ask_over(guest.transport, peer, question)
+
+
+async def ask_over(transport: Libp2pTransport, peer: str, question: bytes) -> bytes | bytearray | None:
+    channel = await transport.open(peer, "echo")
     await channel.send(question)
     received = await channel.receive()
     answer = None if received is None else received.body
@@ -368,10 +372,13 @@ def test_a_visitor_asks_and_is_found_by_nobody(tmp_path: Path) -> None:
             addresses = host.transport.addresses
             await host.transport.serve("echo", echo)
             await host.registry.put("peers", b"here", 60)
-            visitor = await visit(await start_visitor(addresses), addresses)
+            peer = host.transport.peer_id
+            started = await start_visitor(addresses)
+            visitor, found = await visit(started, addresses, lambda transport: ask_over(transport, peer, b"at once"))
             try:
-                assert await visitor.registry.get("peers") == {host.transport.peer_id: b"here"}
-                assert await ask(visitor, host.transport.peer_id, b"question") == b"question"
+                assert found == b"at once"
+                assert await visitor.registry.get("peers") == {peer: b"here"}
+                assert await ask(visitor, peer, b"question") == b"question"
                 assert not visitor.identity.verify(visitor.identity.peer_id, b"", b"")
                 assert visitor.transport.peer_id == visitor.identity.peer_id
                 with pytest.raises(ValueError, match="No multiaddrs found"):

@@ -14,6 +14,7 @@ HOUR_S, YEAR_S = 3600.0, 365 * 86400.0
 JUMPS_S = (HOUR_S, -HOUR_S, YEAR_S, -YEAR_S, 0.0)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("rounds", [40, pytest.param(5000, marks=[pytest.mark.slow, pytest.mark.timeout(14400)])])
 def test_clocks_that_jump_and_laptops_that_sleep_do_no_harm(rounds: int) -> None:
     async def main() -> VirtualSwarm:

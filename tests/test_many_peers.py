@@ -71,6 +71,7 @@ def test_strangers_do_not_outvote_a_member_that_is_asked_with_them() -> None:
     assert donors == {PEERS[-1]}
 
 
+@pytest.mark.long
 def test_contacts_are_read_the_more_rarely_the_more_there_are() -> None:
     async def main() -> int:
         swarm = VirtualSwarm(campaign(total_steps=20000), seconds_per_step=2.0)
@@ -97,6 +98,7 @@ def test_contacts_are_read_the_more_rarely_the_more_there_are() -> None:
     assert 3 <= simulate(main) <= 5
 
 
+@pytest.mark.long
 def test_members_that_still_train_are_pinged_a_few_times_a_phase() -> None:
     async def main() -> None:
         pings: Counter[tuple[str, str]] = Counter()

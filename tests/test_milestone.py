@@ -249,6 +249,7 @@ def test_a_crash_while_the_log_is_cut_leaves_the_old_log_or_the_new_one(point: s
     assert (again.log.begins == -1) == (point == "write:rename")
 
 
+@pytest.mark.long
 def test_a_swarm_keeps_short_logs_and_a_late_joiner_and_one_that_was_away_go_on_with_it() -> None:
     async def main() -> None:
         swarm = VirtualSwarm(campaign(total_steps=100_000, sync={"min_peers": 2}))

@@ -1,5 +1,6 @@
 """History, status, log, table and plot: what a person or a script is shown of a swarm."""
 
+import gzip
 import io
 import json
 import logging
@@ -19,6 +20,7 @@ from rich.console import Console
 
 from spes_p2p.errors import UserError
 from spes_p2p.messages.presence import PeerStatus
+from spes_p2p.observe import history
 from spes_p2p.observe.console import HEARTBEAT_S, RoundLog
 from spes_p2p.observe.events import (
     BEFORE_TRAINING,
@@ -107,6 +109,71 @@ def test_history_cut_anywhere_loses_at_most_the_torn_line_and_goes_on(
     assert len(read_history(file)) == whole
     History("a", run_dir).record(Evaluated(99, 2.0))
     assert [entry.event for entry in read_history(file)] == [*(Evaluated(n, 1.0) for n in range(whole)), Evaluated(99, 2.0)]
+
+
+NUM_KEPT = 40
+EVENTS = [Evaluated(number, 1.0) for number in range(NUM_KEPT)]
+
+
+def written_in_parts(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """Write EVENTS; return the parts of the journal."""
+    monkeypatch.setattr(history, "PART_BYTES", 500)
+    for start in range(0, NUM_KEPT, 10):
+        writer = History("a", run_dir)
+        for event in EVENTS[start : start + 10]:
+            writer.record(event)
+        writer.close()
+    parts = sorted(run_dir.glob("history-*"))
+    assert [part.name for part in parts] == [f"history-{number:06}.jsonl.gz" for number in range(1, len(parts) + 1)]
+    assert len(parts) > 3
+    return parts
+
+
+def read_events(run_dir: Path) -> list[Event]:
+    return [entry.event for entry in read_history(run_dir)]
+
+
+def test_a_long_history_is_in_compressed_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written_in_parts(tmp_path, monkeypatch)
+    assert (tmp_path / HISTORY_FILE).stat().st_size < 500
+    assert read_events(tmp_path) == EVENTS
+    assert [entry.event for entry in read_history(tmp_path / HISTORY_FILE)] == EVENTS
+
+
+@pytest.mark.parametrize("moment", ["renamed", "begun anew", "half compressed", "compressed"])
+def test_whoever_is_killed_while_a_part_begins_loses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    last = written_in_parts(tmp_path, monkeypatch)[-1]
+    current, plain, packed = tmp_path / HISTORY_FILE, last.with_suffix(""), last.read_bytes()
+    plain.write_bytes(gzip.decompress(packed) + current.read_bytes())
+    current.unlink()
+    if moment != "renamed":
+        current.touch()
+    if moment == "compressed":
+        last.write_bytes(gzip.compress(plain.read_bytes()))
+    else:
+        last.unlink()
+    if moment == "half compressed":
+        last.with_name(f"{plain.name}.partial").write_bytes(packed[:20])
+    assert read_events(tmp_path) == EVENTS
+    History("a", tmp_path).record(Evaluated(NUM_KEPT, 2.0))
+    assert read_events(tmp_path) == [*EVENTS, Evaluated(NUM_KEPT, 2.0)]
+    assert last.exists()
+    assert not plain.exists()
+
+
+def test_a_damaged_part_is_named_and_costs_only_its_rest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    first, second, *_ = written_in_parts(tmp_path, monkeypatch)
+    first.write_bytes(first.read_bytes()[:-30])
+    second.write_bytes(b"no gzip")
+    found = read_events(tmp_path)
+    assert found == [event for event in EVENTS if event in found]
+    assert len(found) > NUM_KEPT - 20
+    for part in (first, second):
+        assert f"{part.name}: damaged" in caplog.text
 
 
 def test_every_line_is_on_disk_as_soon_as_it_was_told(tmp_path: Path) -> None:

@@ -253,6 +253,7 @@ def open_swarm(total_steps: int, trusted: str, strangers: str) -> VirtualSwarm:
     return swarm
 
 
+@pytest.mark.long
 def test_strangers_train_and_decide_nothing_reduce_nothing_and_own_nothing_alone() -> None:
     async def main() -> None:
         swarm = open_swarm(160, "AB", "XY")
@@ -307,6 +308,7 @@ def test_strangers_that_train_one_step_and_claim_a_phase_stop_nobody_early() -> 
     simulate(main)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("are_waited_for", [False, True])
 def test_complaints_of_strangers_take_no_parts_from_a_reducer(are_waited_for: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if are_waited_for:  # so that only the rule on complaints holds

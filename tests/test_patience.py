@@ -50,9 +50,8 @@ async def longest_round_s(swarm: VirtualSwarm, rounds: int) -> float:
     return longest
 
 
-@pytest.mark.parametrize(
-    ("kind", "limit_s"), [("unproposing", 80.0), pytest.param("undeciding", 200.0, marks=pytest.mark.long)]
-)
+@pytest.mark.long
+@pytest.mark.parametrize(("kind", "limit_s"), [("unproposing", 80.0), ("undeciding", 200.0)])
 def test_a_coordinator_that_lives_and_never_goes_on_holds_up_a_round_once(kind: AttackKind, limit_s: float) -> None:
     """It is first in turn in several of these rounds. Before that there was no bound."""
 
@@ -70,6 +69,7 @@ def test_a_coordinator_that_lives_and_never_goes_on_holds_up_a_round_once(kind: 
     simulate(main)
 
 
+@pytest.mark.long
 def test_a_coordinator_that_waits_for_half_of_the_trainers_is_not_overtaken() -> None:
     """They train thirty times as long as planned, far beyond what a silent coordinator gets."""
 
@@ -162,11 +162,9 @@ class Excuses(Tamper):
         return frame
 
 
-SOON_OVER = [
+EXCUSES = [
     Refused(Code.ALIVE, "another one is there", peer="A"), Refused(Code.BEHIND, "decided", round=10),
     Refused(Code.VERSION, "too old", protocol=99),
-]
-WEARISOME = [
     Refused(Code.CLOSED, "the plan is made"), Refused(Code.FAILED, "no majority"), Refused(Code.BUSY, "later"),
     Refused(Code.COORDINATOR_BEHIND, "wait"), Refused(Code.DIGEST, "other bits"),
     Refused(Code.CAMPAIGN, "another one", campaign="ab" * 32),
@@ -174,7 +172,7 @@ WEARISOME = [
 
 
 @pytest.mark.parametrize(
-    "refused", [*SOON_OVER, *(pytest.param(each, marks=pytest.mark.long) for each in WEARISOME)],
+    "refused", [EXCUSES[0], *(pytest.param(each, marks=pytest.mark.long) for each in EXCUSES[1:])],
     ids=lambda refused: refused.code.value,
 )
 def test_a_coordinator_with_excuses_does_not_stop_rounds(refused: Refused) -> None:

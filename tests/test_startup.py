@@ -9,6 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import base58
+import psutil
 import pytest
 from network_swarm import COMMAND_TIMEOUT_S, ENVIRONMENT, ROOT, LocalPeers
 
@@ -83,13 +85,44 @@ except ValueError: print("refused")
     assert "netaddr" not in imported
 
 
+def test_peer_ids_in_multiaddrs_are_converted_as_by_cid() -> None:
+    ids = ["QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N", "12D3KooWD3eckifWpRn9wQpMG9R9hX3sD158z7EqHWmweQAJU5SA"]
+    hashes = map(base58.b58decode, ids)
+    packed = [f"a503{len(each) + 2:02x}0172{each.hex()}" for each in hashes]
+    program = f"""
+import spes_p2p.net, sys
+from hivemind.utils.multiaddr import Multiaddr
+for text in {ids}:
+    address = Multiaddr(f"/p2p/{{text}}")
+    assert str(Multiaddr(address.to_bytes())) == f"/p2p/{{text}}"
+    print(address.to_bytes().hex())
+"""
+    imported = imported_by(program)
+    assert set(packed) <= imported, imported
+    assert not {"cid", "multibase", "multicodec"} & imported
+    in_another_notation = """
+import spes_p2p.net
+from hivemind.utils.multiaddr import Multiaddr
+address = Multiaddr("/p2p/bafzbeie5745rpv2m6tjyuugywy4d5ewrqgqqhfnf445he3omzpjbx5xqxe")
+assert Multiaddr(address.to_bytes()) == address
+print(address)
+try: Multiaddr("/p2p/Qm1")
+except ValueError: print("refused")
+"""
+    said = imported_by(in_another_notation)
+    assert {"refused", "/p2p/QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"} <= said
+    assert "cid" in said
+
+
 @pytest.mark.network
 def test_all_of_hivemind_is_there_for_a_program_that_imports_it_first() -> None:
     assert {"hivemind.averaging", "torch"} <= imported_by("import hivemind, spes_p2p.net.libp2p; hivemind.DHT")
 
 
 @pytest.mark.network
-def test_a_bootstrap_peer_does_its_part_of_a_round_without_torch(campaign: Path, tmp_path: Path) -> None:
+def test_a_bootstrap_peer_does_its_part_of_a_round_without_torch_and_its_daemon_with_less_memory(
+    campaign: Path, tmp_path: Path
+) -> None:
     with LocalPeers(tmp_path) as peers:
         bootstrap = peers.bootstrap(campaign)
         peers.join("one", bootstrap.address)
@@ -97,6 +130,8 @@ def test_a_bootstrap_peer_does_its_part_of_a_round_without_torch(campaign: Path,
         peers.wait_for_round(2)
         loaded = [Path(f"/proc/{peer.process.pid}/maps").read_text() for peer in (bootstrap, peers["one"])]
         assert [bool(re.search("/torch/lib/", maps)) for maps in loaded] == [False, True]
+        daemons = [psutil.Process(peer.process.pid).children()[0] for peer in (bootstrap, peers["one"])]
+        assert [daemon.environ().get("GOGC") for daemon in daemons] == ["50", os.environ.get("GOGC")]
         status = f"sys.argv = ['spes-p2p', 'status', {bootstrap.address!r}]; from spes_p2p.cli import main; main()"
         imported = imported_by(status)
     assert "spes_p2p.client.status" in imported

@@ -62,6 +62,7 @@ def loss(model: PreTrainedModel) -> float:
     return float(model(input_ids=ids, labels=ids, output_router_logits=False).loss)
 
 
+@pytest.mark.long
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("family", [*MOE, *DENSE])
 def test_from_a_checkpoint_through_a_swarm_to_a_checkpoint(family: str, tmp_path: Path) -> None:

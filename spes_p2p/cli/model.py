@@ -151,7 +151,13 @@ def generate(
                     print(f"{name}, base of round {base_round}", file=sys.stderr)
                 if prompts:
                     print(prompt, end="")
-                text = model.write(prompt, max_new_tokens, temperature, lambda text: print(text, end="", flush=True))
+                try:
+                    text = model.write(prompt, max_new_tokens, temperature, lambda text: print(text, end="", flush=True))
+                except UserError as error:
+                    if prompts or not sys.stdin.isatty():
+                        raise
+                    print(f"error: {error}", file=sys.stderr)  # a person types another line
+                    continue
                 print()
                 told.append({"round": base_round, "prompt": prompt, "text": text})
     if output is not None:

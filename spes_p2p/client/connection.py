@@ -126,29 +126,32 @@ class SwarmConnection:
 async def connect(addresses: Sequence[str], uses: Sequence[str] = ()) -> AsyncIterator[SwarmConnection]:
     """Connect to a swarm as a visitor, without joining. Raises UserError if no address leads to a campaign.
 
-    `uses`: modules that the caller needs once it is connected. They are imported while the daemon starts.
+    `uses`: modules that the caller needs for the answers. They are imported while peers are asked.
     """
-    needed = ["spes_p2p.net.libp2p", "spes_p2p.net.rpc", "spes_p2p.client.proven", *uses]
+    needed = ("spes_p2p.net.libp2p", "spes_p2p.net.rpc", "spes_p2p.campaign.record", "spes_p2p.client.proven")
     importing = asyncio.create_task(asyncio.to_thread(_import_all, needed))
-    daemon = await start_visitor(addresses)
+    started = await start_visitor(addresses)
     await importing
+    from spes_p2p.campaign.record import agreed_record
+    from spes_p2p.config.campaign import parse_campaign
+    from spes_p2p.consensus.commit_log import CommitLog
     from spes_p2p.net.libp2p import visit
+    from spes_p2p.net.rpc import RpcEndpoint
 
-    net = await visit(daemon, addresses)
+    importing = asyncio.create_task(asyncio.to_thread(_import_all, uses))
+    peers = [peer_of(address) for address in addresses]
+    net, (record, serving) = await visit(
+        started, addresses, lambda transport: agreed_record(RpcEndpoint(transport, REPLY_TIMEOUT_S), peers)
+    )
     try:
-        from spes_p2p.campaign.record import agreed_record
-        from spes_p2p.config.campaign import parse_campaign
-        from spes_p2p.consensus.commit_log import CommitLog
-        from spes_p2p.net.rpc import RpcEndpoint
-
-        endpoint = RpcEndpoint(net.transport, REPLY_TIMEOUT_S)
-        record, serving = await agreed_record(endpoint, [peer_of(address) for address in addresses])
         campaign = parse_campaign(record.campaign_json, f"peer {serving[0]}")
         if record.genesis.campaign != campaign.hash:
             raise UserError(f"peer {serving[0]}: serves the genesis commit of another campaign; ask the campaign's owner")
+        endpoint = RpcEndpoint(net.transport, REPLY_TIMEOUT_S)
         yield SwarmConnection(addresses, campaign, CommitLog(net.identity, record.genesis), net, endpoint)
     finally:
         await net.close()
+        await importing
 
 
 def _import_all(modules: Sequence[str]) -> None:

@@ -44,7 +44,7 @@ class Continuation:
         ids = self._tokenizer(prompt, return_tensors="pt", add_special_tokens=False)["input_ids"].to(self._model.device)
         room = self._context - ids.shape[1]
         if ids.shape[1] == 0 or room < 1:
-            raise UserError(f"--prompt: has {ids.shape[1]} tokens; give 1 to {self._context - 1}")
+            raise UserError(f"the prompt has {ids.shape[1]} tokens; give 1 to {self._context - 1}")
         sampling: dict[str, Any] = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
         pieces: list[str] = []
 

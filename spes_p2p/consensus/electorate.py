@@ -8,6 +8,8 @@ from collections.abc import Iterable, Mapping
 from spes_p2p.messages.consensus import Commit
 
 MAX_ELECTORS = 7
+HOME_CONNECTIONS = 64
+"""What a home router bears. Each member of a round has a connection to the coordinator."""
 
 
 def quorum(electorate: tuple[str, ...]) -> int:
@@ -38,10 +40,14 @@ def choose_electorate(
 
 
 def coordinator_order(commit: Commit) -> tuple[str, ...]:
-    """Return the next coordinators in the order of their turns: trainers by hash(campaign, term, round, id), then helpers."""
+    """Return the next coordinators in the order of their turns, each kind by hash(campaign, term, round, id).
+
+    Trainers come before helpers, but after them while there are more members than HOME_CONNECTIONS.
+    """
+    helpers_first = len(commit.members) > HOME_CONNECTIONS
 
     def turn(peer: str) -> tuple[bool, bytes]:
         name = f"{commit.campaign}/{commit.term}/{commit.round + 1}/{peer}"
-        return peer in commit.helpers, hashlib.sha256(name.encode()).digest()
+        return (peer in commit.helpers) != helpers_first, hashlib.sha256(name.encode()).digest()
 
     return tuple(sorted(commit.electorate, key=turn))

@@ -20,6 +20,7 @@ from spes_p2p.errors import UserError
 from spes_p2p.model.build import State, empty_model, layout_of, plain_tensor
 from spes_p2p.model.checkpoint import INDEX_FILE, SINGLE_FILE
 from spes_p2p.model.file_format import FileTensor, Piece, file_tensors
+from spes_p2p.observe.units import human_bytes
 from spes_p2p.storage.mapped import released
 from spes_p2p.storage.tensor_file import Source, tensor_chunks
 
@@ -59,7 +60,7 @@ def export_checkpoint(
     output.parent.mkdir(parents=True, exist_ok=True)
     needed, free = DTYPES[dtype][1].itemsize * size, shutil.disk_usage(output.parent).free
     if needed > free:
-        raise UserError(f"{output}: needs {needed / 1e9:.1f} GB, the disk has {free / 1e9:.1f} GB free; choose another disk")
+        raise UserError(f"{output}: needs {human_bytes(needed)}, the disk has {human_bytes(free)} free; choose another disk")
     partial_output = Path(tempfile.mkdtemp(prefix=f".{output.name}.", dir=output.parent))
     try:
         _write_config(config, tokenizer, dtype, partial_output)

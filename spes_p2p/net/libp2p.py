@@ -13,10 +13,10 @@ import logging
 import random
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, Literal
+from typing import IO, Any, Literal, TypeVar
 
 from hivemind.dht import DHTNode
 from hivemind.dht.protocol import ValidationError
@@ -42,6 +42,8 @@ from spes_p2p.net.tasks import end_tasks
 from spes_p2p.net.transport import OPEN_TIMEOUT_S, Libp2pTransport, visible_addresses
 from spes_p2p.storage.interfaces import Store
 from spes_p2p.storage.threads import threads_here
+
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -174,14 +176,22 @@ async def start_libp2p(
         raise
 
 
-async def visit(started: StartedDaemon, initial_peers: Sequence[str]) -> Libp2p:
-    """Connect as a client that stores nothing, over a visitor's daemon. Raises UserError if no initial peer can be reached."""
+async def visit(
+    started: StartedDaemon, initial_peers: Sequence[str], ask: Callable[[Libp2pTransport], Coroutine[Any, Any, T]]
+) -> tuple[Libp2p, T]:
+    """Connect as a client that stores nothing, over a visitor's daemon; return also what `ask` finds out meanwhile.
+
+    Raises UserError if no initial peer can be reached, and what `ask` raises.
+    """
     daemon = await control_daemon(started, initial_peers, START_TIMEOUT_S)
+    asking = asyncio.ensure_future(ask(Libp2pTransport(daemon, ())))
     try:
         visitor = Visitor(str(daemon.peer_id))
         node, registry = await join_dht(daemon, visitor, initial_peers, START_TIMEOUT_S, client_mode=True)
-        return Libp2p(daemon, node, registry, visitor, None, ())
+        found = await asking
+        return Libp2p(daemon, node, registry, visitor, None, ()), found
     except BaseException:
+        await end_tasks([asking])
         await daemon.close()
         raise
 

@@ -24,6 +24,7 @@ from hivemind.utils.multiaddr import Multiaddr
 from spes_p2p.errors import PeerUnreachable, Refused, UserError
 from spes_p2p.messages.refusals import Code
 from spes_p2p.net.byte_stream import ByteStream
+from spes_p2p.net.connections import CONNECTIONS
 from spes_p2p.net.daemon_process import (
     SOCKET_DIRECTORY,
     StartedDaemon,
@@ -81,6 +82,8 @@ class Daemon(P2P):  # type: ignore[misc]
     def _make_process_args(*args: Any, **kwargs: Any) -> list[str]:
         if "trustedRelays" in kwargs:
             kwargs["relayDiscovery"] = False  # otherwise the daemon searches for other relays and does not try these
+        # p2pd would close idle connections above 512, down to 256: fewer than the members of a round.
+        kwargs.update(connHi=CONNECTIONS, connLo=CONNECTIONS // 2)
         return under_guard() + list(P2P._make_process_args(*args, **kwargs))
 
     async def _add_protobuf_unary_handler(

@@ -148,7 +148,10 @@ class RoundLog:
         if self._present in (before, -1):
             return None
         self._living = frozenset(event.living) - {status.peer_id}
-        return f"waiting for the others: {event.trainers} of {counted(self._min_peers, 'trainer')}"
+        return f"waiting for the others: {self._of_all()}"
+
+    def _of_all(self) -> str:
+        return f"{self._present} of {counted(self._min_peers, 'trainer')}"
 
     def _membership_change(self, event: events.PeersSeen) -> str | None:
         """Report arrivals and departures, on helpers only."""
@@ -169,7 +172,10 @@ class RoundLog:
         missing = sorted(set(event.electorate) - set(event.living) - {status.peer_id})
         names = ", ".join(short_peer(peer) for peer in missing)
         gone = f" · {len(missing)} of {len(event.electorate)} electors are missing ({names})" if missing else ""
-        return f"{self._nth(status.round + 1)} · {what} for {human_seconds(status.stage_seconds)}{gone}"
+        waited = human_seconds(status.stage_seconds)
+        if self._present >= 0:  # the first round has not begun
+            return f"waiting for the others for {waited}: {self._of_all()}{gone}"
+        return f"{self._nth(status.round + 1)} · {what} for {waited}{gone}"
 
     def _restored(self, event: BaseRestored) -> str:
         what = _SOURCES.get(event.source, "loaded base {}").format(max(0, event.round))

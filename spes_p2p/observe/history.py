@@ -1,17 +1,22 @@
 """A peer's journal, `history.jsonl` in its run-dir: one JSON line per kept event, and per round record from another peer.
 Plots, summaries and the records of all rounds are read from it.
 
-Damaged lines are skipped; missing rounds are fetched from other peers.
+Whenever it has PART_BYTES, it becomes the next part, `history-000001.jsonl.gz`, and begins anew. A part that a crash left
+uncompressed counts until the next start. Damaged lines are skipped; missing rounds are fetched from other peers.
 """
 
 from __future__ import annotations
 
 import errno
+import gzip
 import json
 import logging
 import math
 import os
+import re
+import shutil
 import time
+import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -31,6 +36,9 @@ from spes_p2p.observe.rounds import Rounds
 logger = logging.getLogger(__name__)
 
 HISTORY_FILE = "history.jsonl"
+PART = re.compile(r"history-(\d{6})\.jsonl(\.gz)?")
+PART_BYTES = 2**22
+"""Compressing as much takes some hundredths of a second."""
 
 KEPT = (BaseRestored, events.PhaseTrained, RoundCommitted, events.Controlled, events.Evaluated, events.RoundFailed,
         events.WorkDropped, events.UpdatesClipped, events.ResultsChecked, events.StepsJudged, events.StepsRejected,
@@ -56,6 +64,9 @@ class History:
         try:
             run_dir.mkdir(parents=True, exist_ok=True)
             _cut_torn_line(path)
+            for part in _parts(run_dir):
+                with suppress(OSError):
+                    _compress(part)
             self.contributed = Contributed(peer_id)
             self.rounds = read_rounds(run_dir, peer_id, self.contributed.see)
             self._file = path.open("ab", buffering=0)
@@ -92,6 +103,18 @@ class History:
             with suppress(OSError):
                 self._file.truncate(before)
             logger.warning("%s: cannot write an event (%s)", self._file.name, error.strerror)
+        if before + len(text) >= PART_BYTES:
+            with suppress(OSError):
+                self._begin_anew(Path(self._file.name))
+
+    def _begin_anew(self, path: Path) -> None:
+        """Turn the file into the next part. Where it cannot be compressed, the next start does it."""
+        parts = _parts(path.parent)
+        part = path.with_name(f"history-{_number(parts[-1]) + 1 if parts else 1:06}.jsonl")
+        path.rename(part)
+        old, self._file = self._file, path.open("ab", buffering=0)
+        old.close()
+        _compress(part)
 
 
 def read_history(path: Path) -> list[Entry]:
@@ -118,13 +141,50 @@ def read_rounds(run_dir: Path, peer_id: str = "", on_event: Observer = lambda ev
 
 def _lines(file: Path) -> Iterator[tuple[float, Event | RoundRecord]]:
     """Yield entries, without a torn last line (the writer was killed), damaged lines and unknown kinds."""
-    for number, line in enumerate(file.read_bytes().split(b"\n")[:-1], start=1):
+    parts = _parts(file.parent) if file.name == HISTORY_FILE else []
+    for path in [*parts, file]:
+        if path is file and parts and not path.exists():  # it becomes a part in this moment
+            return
+        try:
+            with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as lines:
+                yield from _entries(path, lines)
+        except (EOFError, gzip.BadGzipFile, zlib.error):
+            logger.warning("%s: damaged, its rest is skipped", path)
+
+
+def _entries(file: Path, lines: Iterable[bytes]) -> Iterator[tuple[float, Event | RoundRecord]]:
+    for number, line in enumerate(lines, start=1):
+        if not line.endswith(b"\n"):
+            return
         try:
             found = _from_json(json.loads(line))
             if found["event"] in _KINDS:
                 yield float(found["time"]), _KINDS[found["event"]].validate_python(found)
         except (ValueError, KeyError, TypeError, AttributeError, ValidationError):
             logger.warning("%s, line %d: damaged, skipped", file, number)
+
+
+def _parts(run_dir: Path) -> list[Path]:
+    """Return the parts, oldest first, each compressed if it exists so."""
+    found = {_number(path): path for path in sorted(run_dir.glob("history-*")) if PART.fullmatch(path.name)}
+    return [found[number] for number in sorted(found)]
+
+
+def _number(part: Path) -> int:
+    match = PART.fullmatch(part.name)
+    assert match is not None
+    return int(match[1])
+
+
+def _compress(part: Path) -> None:
+    """Compress a part that is not yet. Raises OSError, and leaves it as it is."""
+    plain = part.with_name(part.name.removesuffix(".gz"))
+    if part == plain:
+        partial = part.with_name(f"{part.name}.partial")
+        with plain.open("rb") as source, gzip.open(partial, "wb", compresslevel=3) as target:
+            shutil.copyfileobj(source, target)
+        partial.replace(part.with_name(f"{part.name}.gz"))
+    plain.unlink(missing_ok=True)
 
 
 def _from_json(value: Any) -> Any:

@@ -48,26 +48,26 @@ RECORD_RATE = np.float32(0.25)
 """Weight of a round in a group's record. A campaign's warm-up stays within STEP_RATIO of it."""
 ENOUGH_TO_CENTRE, ENOUGH_EXPERTS = 4, 3
 """The least for a median that one liar cannot be."""
-BLOCK = 2**17
-"""Elements that are squared and summed at a time: they stay in the processor's cache."""
+BLOCK = 2**15
+"""Elements that are squared and added up at a time: with their sums they stay in the processor's cache."""
 DECODED_BYTES = 2**26
 """Bounds the decoded updates of a part that are held at once; above, they are decoded again for each pass."""
 
 
 def square_sum(values: np.ndarray) -> float:
     """Return the sum of squares of float32 values, in a fixed order; inf where it exceeds float32."""
-    total, squares = 0.0, np.empty(min(BLOCK, values.size), np.float32)
+    width = min(BLOCK, values.size)
+    sums, squares = np.zeros(max(1, width), np.float32), np.empty(width, np.float32)
     with np.errstate(over="ignore"):
         for start in range(0, values.size, BLOCK):
             block = values[start : start + BLOCK]
             np.multiply(block, block, out=squares[: block.size])
-            count = block.size
-            while count > 1:
-                half = (count + 1) // 2
-                np.add(squares[: count - half], squares[half:count], out=squares[: count - half])
-                count = half
-            total += float(squares[0])
-    return total
+            np.add(sums[: block.size], squares[: block.size], out=sums[: block.size])
+        while width > 1:
+            half = (width + 1) // 2
+            np.add(sums[: width - half], sums[half:width], out=sums[: width - half])
+            width = half
+    return float(sums[0])
 
 
 @dataclass(frozen=True)

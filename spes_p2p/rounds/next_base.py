@@ -1,8 +1,8 @@
 """Builds the next base while a round's results arrive, so that little is left to do after the commit.
 
 A piece is built when all parts in it have arrived, before their manifests and the commit. After the commit, pieces that are
-missing, contain other results than the committed ones, or are of a group whose step is bounded are rebuilt. Pieces that a merge
-changes, and those with records, depend on other places of the state and are built after the commit.
+missing or contain other results than the committed ones are built, then, again, those of a group whose step is bounded. Pieces
+that a merge changes, and those with records, depend on other places of the state and are built last.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -138,21 +139,32 @@ class NextBaseBuilder:
         committed = results.committed(commit)
         right = {part.index: results.digest_of(part) for part in committed}
         known = {index: total for (index, digest), total in self._square_sums.items() if right.get(index) == digest}
+        parts = {part.index: part for part in committed}
+        make = partial(NextBase, self.base, self._layout, committed, results.encoded)
+        unbounded = make(None, self._outer, threads=self._threads)
+
+        def is_right(number: int) -> bool:
+            built_from = self._built_from.get(number)
+            return built_from is not None and all(built_from[i] == right.get(i) for i in self._parts[number])
+
+        def build(numbers: Sequence[int]) -> None:
+            for number in numbers:
+                self._write(number, unbounded.piece(number))
+                for index in self._parts[number]:
+                    if self._clips and index in parts and index not in known:  # while it is decoded
+                        known[index] = unbounded.square_sum_of(parts[index])
+
+        numbers = range(len(self._parts))
+        self._in_threads(build, [number for number in numbers if number not in self._late and not is_right(number)])
         bounds = bounds_of(self.base, self._layout, commit, results, known, self._threads) if self._clips else None
         bounded = {part.index for part in committed if bounds is not None and part.group.name in bounds.factors}
-        new = NextBase(self.base, self._layout, committed, results.encoded, self.plan.merge, self._outer, bounds, self._threads)
+        new = make(self.plan.merge, self._outer, bounds, self._threads)
 
         def rebuild(numbers: Sequence[int]) -> None:
             for number in numbers:
                 self._write(number, new.piece(number))
 
-        def is_right(number: int) -> bool:
-            built_from = self._built_from.get(number)
-            return built_from is not None and all(
-                built_from[i] == right.get(i) and i not in bounded for i in self._parts[number]
-            )
-
-        self._in_threads(rebuild, [number for number in range(len(self._parts)) if not is_right(number)])
+        self._in_threads(rebuild, [n for n in numbers if n in self._late or not bounded.isdisjoint(self._parts[n])])
         digests = b"".join(self._digests[number] for number in range(len(self._parts)))
         if self._draft is None:
             staged = close_in_memory(self._values, commit.id, commit.round, self.plan, digests)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -50,6 +51,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 LEAVING = "leaving after the current step"
+DAEMON_COLLECTS_AT = "50"
+"""Percent by which the memory of a bootstrap peer's daemon grows between two collections; Go's default, 100, trades memory for
+time, of which this peer has more than a trainer."""
 WARN_EVERY_TRIES = 12
 """While no peer answers, warn about every two minutes."""
 
@@ -77,6 +81,7 @@ async def run_bootstrap(
     After a restart with the same run-dir it continues even if none of the others answers. `on_address` receives the address
     for volunteers.
     """
+    os.environ.setdefault("GOGC", DAEMON_COLLECTS_AT)
     try:
         async with connected(settings, others) as (net, dialable):
             if not dialable:

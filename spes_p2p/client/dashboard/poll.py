@@ -109,8 +109,8 @@ class SwarmHistory:
     """Each peer's own records of the last rounds."""
     control: Control | None = None
     """The owner's newest control record."""
-    asked_at: dict[str, int] = field(default_factory=dict)
-    """By peer: the round in its status at the last history request."""
+    asked_at: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """By peer: the round and the evaluated round in its status at the last history request."""
 
     def add(self, page: HistoryPage, now: float, is_measured: bool = True) -> tuple[RoundRecord, ...]:
         """Add a page received at `now` (Unix time); return its records by the local clock.
@@ -194,11 +194,11 @@ async def address_to_join(swarm: SwarmConnection, addresses: Sequence[str]) -> s
 async def _learn_rounds(
     swarm: SwarmConnection, chronicle: Chronicle, statuses: Sequence[PeerStatus], history: SwarmHistory
 ) -> None:
-    """Request new records from peers with a new commit, and at first the whole history from one peer."""
+    """Request new records from peers with a new commit or evaluation, and at first the whole history from one peer."""
     statuses = [status for status in statuses if status.base_digest]  # no strangers (`proven.py`)
     if not history.rounds.records:
         await _learn_past(swarm, chronicle, statuses, history)
-    news = [status for status in statuses if history.asked_at.get(status.peer_id) != status.round]
+    news = [status for status in statuses if history.asked_at.get(status.peer_id) != (status.round, status.validation_round)]
     await asyncio.gather(*(_learn_newest(swarm, chronicle, status, history) for status in news))
 
 
@@ -231,6 +231,6 @@ async def _learn_newest(swarm: SwarmConnection, chronicle: Chronicle, status: Pe
     page = await anext(chronicle.pages(swarm, peer, max(-1, status.round - TIMELINE_ROUNDS - 1)), None)
     if page is None:
         return
-    history.asked_at[peer] = min(status.round, chronicle.log.round)
+    history.asked_at[peer] = min(status.round, chronicle.log.round), status.validation_round
     records = history.add(page, time.time())
     history.by_peer[peer] = tuple(record for record in records if record.teller == peer)
