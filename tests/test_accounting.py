@@ -32,8 +32,10 @@ class Account:
         self.entered = np.zeros(LAYOUT.size)
         self.given_up = np.zeros(LAYOUT.size)
         self.rounding = np.zeros(LAYOUT.size)
-        """What the codec dropped of the last push of each value."""
+        """What the codec dropped of each value's last push that was included."""
         self.sent: dict[int, tuple[Part, np.ndarray]] = {}
+        self.errors: dict[int, np.ndarray] = {}
+        """What the codec drops of each of these."""
 
     def train(self, steps: int) -> None:
         before = self.trainer.local
@@ -52,7 +54,7 @@ class Account:
             if 0 in part.contributors:
                 update = pending[part.group.name][part.start - part.group.start : part.stop - part.group.start]
                 self.sent[part.index] = (part, part.codec.decode(part.codec.encode(update), part.size))
-                self.rounding[part.start : part.stop] = np.abs(update - self.sent[part.index][1])
+                self.errors[part.index] = np.abs(update - self.sent[part.index][1])
 
     def commit(self, included: set[int]) -> int:
         """The base moves by others' work and by what of mine is included."""
@@ -62,6 +64,7 @@ class Account:
             part, values = self.sent[index]
             self.entered[part.start : part.stop] += values
             before[part.start : part.stop] -= values
+            self.rounding[part.start : part.stop] = self.errors[index]
         dropped = self.ledger.settle(self.trainer, self.base, new, [self.sent[index] for index in included])
         self.base, self.sent = new, {}
         self.note_given_up(before, dropped)
@@ -77,22 +80,23 @@ class Account:
         before = self.pending()
         dropped = self.ledger.rebase(self.trainer, self.base, new, keep)
         self.base, self.sent = new, {}
-        self.note_given_up(before, dropped)
+        self.note_given_up(before, dropped, is_lost=not keep)
 
     def own(self, owned: tuple[int, ...]) -> None:
         before = self.pending()
         self.ledger.change_owned(self.trainer, owned, self.base)
         self.note_given_up(before, 0)
 
-    def note_given_up(self, before: np.ndarray, dropped_tokens: int) -> None:
+    def note_given_up(self, before: np.ndarray, dropped_tokens: int, is_lost: bool = False) -> None:
         """Pending work may only disappear when that is counted.
 
-        What a codec dropped may go uncounted: of an expert that was lost, or with everything else.
+        What a codec dropped may go uncounted: of an expert that was lost, with everything else, or with what was announced
+        (`is_lost`).
         """
         gone = before - self.pending()
         if dropped_tokens == 0:
             owned = np.concatenate([np.full(g.size, g.expert is None or g.expert in self.trainer.owned) for g in LAYOUT.groups])
-            allowed = np.where(owned & bool(self.pending().any()), 0, self.rounding)
+            allowed = np.where(owned & bool(self.pending().any()) & (not is_lost), 0, self.rounding)
             assert (np.abs(gone) <= allowed + 2e-5).all()
         self.given_up += gone
 
