@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import random
 from dataclasses import replace
 from typing import Any
@@ -545,9 +546,11 @@ def test_the_campaign_ends_where_the_schedule_says_and_what_cannot_be_is_left_ou
 
 @pytest.mark.long
 @pytest.mark.parametrize("overlap", [False, True])
-def test_a_complete_campaign_goes_on_when_its_owner_adds_steps(overlap: bool) -> None:
+def test_a_complete_campaign_goes_on_when_its_owner_adds_steps(overlap: bool, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+
     async def main() -> None:
-        swarm = VirtualSwarm(campaign(total_steps=40, sync={"overlap": overlap}))
+        swarm = VirtualSwarm(campaign(total_steps=40, sync={"overlap": overlap}), checkpoint_every_s=1e6)
         swarm.start_all()
         await finish(swarm)
         await asyncio.gather(*(swarm.tasks[name] for name in "ABC"))
@@ -566,6 +569,9 @@ def test_a_complete_campaign_goes_on_when_its_owner_adds_steps(overlap: bool) ->
         assert swarm.recorders["A"].of(RoundCommitted)[-1].campaign_step == 70
         assert swarm.recorders["D"].of(RoundCommitted)[-1].campaign_step == 70
         assert swarm.recorders["W"].commits()[last + 1].campaign_step == 40, "this round brings the order"
+        with_its_moments = f"with the moments of this trainer when it left round {last + 1}"
+        assert sum(with_its_moments in line for line in caplog.messages) == 3
+        assert not any("no checkpoint of round" in line for line in caplog.messages)
 
     simulate(main)
 

@@ -110,9 +110,9 @@ class Peer:
                     raise
             await self.replica.store.save_base()
             self._reporter.set_state("leaving")
-            await self._member.return_work()  # when the campaign is complete, too: its owner may add steps
-            if not self.finished:
-                await self.replica.save_moments()
+            # Both when the campaign is complete, too: its owner may add steps.
+            await self._member.return_work()
+            await self.replica.save_moments()
             if excluded:
                 raise UserError(excluded)
         finally:
