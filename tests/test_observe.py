@@ -163,6 +163,30 @@ def test_whoever_is_killed_while_a_part_begins_loses_nothing(
     assert not plain.exists()
 
 
+def test_who_reads_while_a_part_begins_misses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written_in_parts(tmp_path, monkeypatch)
+    writer, really_open = History("a", tmp_path), gzip.open
+
+    def write_and_open(path: Path) -> object:
+        monkeypatch.setattr(gzip, "open", really_open)
+        for event in EVENTS:
+            writer.record(event)
+        return really_open(path)
+
+    monkeypatch.setattr(gzip, "open", write_and_open)
+    assert read_events(tmp_path)[:NUM_KEPT] == EVENTS
+
+
+def test_a_long_history_of_an_older_version_becomes_a_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    writer = History("a", tmp_path)
+    for event in EVENTS:
+        writer.record(event)
+    monkeypatch.setattr(history, "PART_BYTES", 500)
+    History("a", tmp_path)
+    assert (tmp_path / HISTORY_FILE).stat().st_size == 0
+    assert read_events(tmp_path) == EVENTS
+
+
 def test_a_damaged_part_is_named_and_costs_only_its_rest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import pytest
 
+from spes_p2p.consensus import electorate
 from spes_p2p.consensus.acceptor import read_votes
 from spes_p2p.consensus.electorate import coordinator_order
 from spes_p2p.consensus.output import VOTES
@@ -617,5 +618,28 @@ def test_a_commit_that_contradicts_its_plan_is_refused_and_no_crash() -> None:
         assert await replica.complete_results(decided.commit) is not None
         with pytest.raises(Refused, match="contradicts its plan: roots"):
             await replica.complete_results(wrong.commit)
+
+    simulate(main)
+
+
+@pytest.mark.long
+def test_a_helper_that_comes_first_and_lacks_the_base_leaves_the_round_to_trainers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(electorate, "HOME_CONNECTIONS", 2)
+
+    async def main() -> None:
+        swarm = VirtualSwarm(campaign(total_steps=200, sync={"min_peers": 3}))
+        swarm.start_all()
+        await swarm.until_round(3)
+        log = swarm.nodes["W"].log
+        assert {log.at(number).ballot.coordinator for number in range(1, 4)} == {"W"}
+        monkeypatch.setattr(swarm.helper.coordinators, "_holds_last_base", lambda: False)
+        await swarm.until_round(8)
+        by = [log.at(number).ballot.coordinator for number in range(5, 9)]
+        assert "W" not in by
+        monkeypatch.undo()
+        monkeypatch.setattr(electorate, "HOME_CONNECTIONS", 2)
+        await swarm.until_round(11)
+        assert log.at(11).ballot.coordinator == "W"
+        swarm.assert_replicas_agree()
 
     simulate(main)

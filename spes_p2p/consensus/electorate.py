@@ -51,3 +51,9 @@ def coordinator_order(commit: Commit) -> tuple[str, ...]:
         return (peer in commit.helpers) != helpers_first, hashlib.sha256(name.encode()).digest()
 
     return tuple(sorted(commit.electorate, key=turn))
+
+
+def taking_turns(commit: Commit) -> int:
+    """Return how many coordinators take turns while all are there: those of the kind that comes first."""
+    order = coordinator_order(commit)
+    return sum((peer in commit.helpers) == (order[0] in commit.helpers) for peer in order)

@@ -14,14 +14,13 @@ import logging
 import math
 import os
 import re
-import shutil
 import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -32,6 +31,7 @@ from spes_p2p.observe.contributed import Contributed
 from spes_p2p.observe.events import BaseRestored, Event, Observer, RoundCommitted
 from spes_p2p.observe.json_values import to_json
 from spes_p2p.observe.rounds import Rounds
+from spes_p2p.storage.files import write_whole
 
 logger = logging.getLogger(__name__)
 
@@ -70,6 +70,9 @@ class History:
             self.contributed = Contributed(peer_id)
             self.rounds = read_rounds(run_dir, peer_id, self.contributed.see)
             self._file = path.open("ab", buffering=0)
+            if path.stat().st_size >= PART_BYTES:  # of a version that had no parts
+                with suppress(OSError):
+                    self._begin_anew(path)
         except OSError as error:
             raise UserError(f"{path}: cannot be written ({error.strerror}); choose another --run-dir") from None
         self._wall_time = wall_time
@@ -112,7 +115,11 @@ class History:
         parts = _parts(path.parent)
         part = path.with_name(f"history-{_number(parts[-1]) + 1 if parts else 1:06}.jsonl")
         path.rename(part)
-        old, self._file = self._file, path.open("ab", buffering=0)
+        try:
+            old, self._file = self._file, path.open("ab", buffering=0)
+        except OSError:
+            part.rename(path)
+            raise
         old.close()
         _compress(part)
 
@@ -141,15 +148,41 @@ def read_rounds(run_dir: Path, peer_id: str = "", on_event: Observer = lambda ev
 
 def _lines(file: Path) -> Iterator[tuple[float, Event | RoundRecord]]:
     """Yield entries, without a torn last line (the writer was killed), damaged lines and unknown kinds."""
-    parts = _parts(file.parent) if file.name == HISTORY_FILE else []
-    for path in [*parts, file]:
-        if path is file and parts and not path.exists():  # it becomes a part in this moment
-            return
+    parts, current = _opened(file)
+    for path in parts:
         try:
-            with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as lines:
+            with _opened_part(path) as lines:
                 yield from _entries(path, lines)
         except (EOFError, gzip.BadGzipFile, zlib.error):
             logger.warning("%s: damaged, its rest is skipped", path)
+    if current is not None:
+        with current:
+            yield from _entries(file, current)
+
+
+def _opened(file: Path) -> tuple[list[Path], IO[bytes] | None]:
+    """Return the parts, and the open file that follows the last of them; None where it begins anew in this moment."""
+    if file.name != HISTORY_FILE:
+        return [], file.open("rb")
+    parts = _parts(file.parent)
+    while True:
+        current = None
+        if file.exists() or not parts:
+            current = file.open("rb")
+        before, parts = parts, _parts(file.parent)
+        if list(map(_number, before)) == list(map(_number, parts)):
+            return parts, current
+        if current is not None:  # it has become a part meanwhile
+            current.close()
+
+
+def _opened_part(part: Path) -> IO[bytes]:
+    """Open a part, also one that is compressed in this moment."""
+    if part.suffix != ".gz":
+        with suppress(FileNotFoundError):
+            return part.open("rb")
+        part = part.with_name(f"{part.name}.gz")
+    return cast(IO[bytes], gzip.open(part))
 
 
 def _entries(file: Path, lines: Iterable[bytes]) -> Iterator[tuple[float, Event | RoundRecord]]:
@@ -180,10 +213,7 @@ def _compress(part: Path) -> None:
     """Compress a part that is not yet. Raises OSError, and leaves it as it is."""
     plain = part.with_name(part.name.removesuffix(".gz"))
     if part == plain:
-        partial = part.with_name(f"{part.name}.partial")
-        with plain.open("rb") as source, gzip.open(partial, "wb", compresslevel=3) as target:
-            shutil.copyfileobj(source, target)
-        partial.replace(part.with_name(f"{part.name}.gz"))
+        write_whole(part.with_name(f"{part.name}.gz"), gzip.compress(plain.read_bytes(), compresslevel=3))
     plain.unlink(missing_ok=True)
 
 

@@ -25,6 +25,9 @@ from spes_p2p.peer.replica import Replica
 from spes_p2p.peer.reporter import EventReporter
 from spes_p2p.rounds.planned import Plan, pacemakers
 
+BASE_EVERY_S = 0.1
+"""A coordinator that waits for its base looks this often."""
+
 
 class CoordinatorService:
     """Opens an attempt at the next round when it is this peer's turn, and lets members into it."""
@@ -97,6 +100,9 @@ class CoordinatorService:
         if stream.remote in self._stalled_in(log.round + 1):
             raise Refused(Code.CLOSED, "this round goes on without you: members waited for you in vain")
         await self._require_failed(order[:turn])
+        if turn == 0 and not await self._has_base(order):
+            self._failed_round = announcement.round
+            raise Refused(Code.LEAVING, "the coordinator does not have the last base yet")
         if announcement.commit != log.last.id:
             raise Refused(Code.BEHIND, f"round {announcement.round} is decided", round=log.round)
         await self._current_attempt().serve(stream, signed)
@@ -132,6 +138,19 @@ class CoordinatorService:
             has_failed = answer is None or _has_failed(answer, self._node.log.round + 1)
             if not has_failed and not self.patience.yields(peer):
                 raise Refused(Code.ALIVE, f"{peer[-6:]} is there to coordinate this round", peer=peer)
+
+    async def _has_base(self, order: Sequence[str]) -> bool:
+        """Wait, if this peer is a helper before trainers, for the last base: without it nobody's work can be expected."""
+        node, helpers = self._node, self._node.log.last.helpers
+        if order[0] not in helpers or all(peer in helpers for peer in order):
+            return True
+        deadline = asyncio.get_running_loop().time() + node.endpoint.silence_s
+        while not (ready := self._is_open() or self._holds_last_base()) and asyncio.get_running_loop().time() < deadline:
+            await asyncio.sleep(BASE_EVERY_S)
+        return ready
+
+    def _holds_last_base(self) -> bool:
+        return self._replica.has_base and self._replica.base.commit == self._node.log.last.id
 
     def _stalled_in(self, round_number: int) -> set[str]:
         if self._stalled[0] != round_number:
@@ -185,8 +204,7 @@ class CoordinatorService:
 
     def _last_plan(self) -> Plan | None:
         """Return the plan of the last commit, if this peer has that commit's base."""
-        base = self._replica.base if self._replica.has_base else None
-        return base.plan if base is not None and base.commit == self._node.log.last.id else None
+        return self._replica.base.plan if self._holds_last_base() else None
 
 
 def _has_failed(pong: bytes, round_number: int) -> bool:

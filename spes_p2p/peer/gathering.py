@@ -9,6 +9,7 @@ import math
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
+from spes_p2p.consensus.electorate import taking_turns
 from spes_p2p.messages.codec import WireError, pack, unpack
 from spes_p2p.messages.consensus import Commit, Signed
 from spes_p2p.messages.methods import PING
@@ -154,7 +155,7 @@ class Gathering:
             waited_s = now - self._quorum_at if self._quorum_at is not None and trainers else 0.0
             if trainers and expected and not missing:
                 if all_there_at is None:
-                    all_there_at, budget_s = now, context.too_late.patience_s(len(context.parent.electorate))
+                    all_there_at, budget_s = now, context.too_late.patience_s(taking_turns(context.parent))
                 waited_for |= coming
                 limit_s = sync.silence_s if coming & helpers else budget_s
                 if not coming or now - all_there_at >= limit_s:

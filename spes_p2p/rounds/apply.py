@@ -71,6 +71,10 @@ class NextBase:
         """Return the sum of squares of a part's update, before it is bounded."""
         return square_sum(self._stepped.decoded(part))
 
+    def forget_decoded(self) -> None:
+        """Free the memory of decoded parts."""
+        self._stepped.forget_decoded()
+
     def parts_by_piece(self) -> list[tuple[int, ...]]:
         """Return the indices of the parts in each piece."""
         return self._stepped.parts_by_piece(-(-self._size // PIECE_ELEMENTS))
@@ -140,6 +144,11 @@ class _OuterStep:
             a, b = max(start, target.start), min(stop, target.stop)
             self._step(target, a - target.start, b - target.start, new[a - start : b - start])
         return new
+
+    def forget_decoded(self) -> None:
+        """Empty the cache."""
+        with self._lock:
+            self._decoded.clear()
 
     def parts_by_piece(self, pieces: int) -> list[tuple[int, ...]]:
         """Return for each piece the indices of the parts whose weights or momentum it contains."""

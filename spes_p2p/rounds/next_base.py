@@ -156,6 +156,8 @@ class NextBaseBuilder:
 
         numbers = range(len(self._parts))
         self._in_threads(build, [number for number in numbers if number not in self._late and not is_right(number)])
+        for each in (self._new, unbounded):
+            each.forget_decoded()
         bounds = bounds_of(self.base, self._layout, commit, results, known, self._threads) if self._clips else None
         bounded = {part.index for part in committed if bounds is not None and part.group.name in bounds.factors}
         new = make(self.plan.merge, self._outer, bounds, self._threads)
