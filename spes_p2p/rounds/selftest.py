@@ -31,7 +31,7 @@ def check_arithmetic(step: Callable[..., Iterable[np.ndarray]] = next_base_piece
     found = _answer(step)
     if found != KNOWN_ANSWER:
         raise UserError(
-            f"this machine's float32 arithmetic differs from the swarm's (self-test {found[:12]}, not {KNOWN_ANSWER[:12]}); "
+            f"this machine's float32 arithmetic differs from the swarm's (self-test {found}, not {KNOWN_ANSWER[:12]}); "
             "a library may have switched denormals off: this machine cannot train with others"
         )
 
