@@ -155,6 +155,7 @@ async def announce(swarm: VirtualSwarm, name: str, like: str, **changes: Any) ->
     return refused.value.detail
 
 
+@pytest.mark.long
 def test_only_invited_peers_are_members_and_only_electors_vote_and_coordinate() -> None:
     async def main() -> None:
         swarm = invited_swarm({"A": invitation(), "B": invitation("B", *ELECTOR), "C": invitation("C", *ELECTOR)})
@@ -195,6 +196,7 @@ def test_a_stranger_is_refused_whatever_it_does() -> None:
     simulate(main)
 
 
+@pytest.mark.long
 def test_a_peer_whose_invitation_expires_hands_back_its_work_and_says_so() -> None:
     async def main() -> None:
         swarm = invited_swarm({"A": invitation("A", *ELECTOR), "B": invitation("B", *ELECTOR)},

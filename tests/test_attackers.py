@@ -201,6 +201,7 @@ def test_in_an_open_campaign_one_attacker_of_six_costs_at_most_3_percent_of_the_
 
 @pytest.mark.parametrize("kind", sorted(set(KINDS) - TRAINING))
 @pytest.mark.sampled(1)
+@pytest.mark.long
 def test_one_attacker_of_six_stops_nobody_and_has_nothing_of_its_own_decided(kind: AttackKind) -> None:
     async def main() -> None:
         swarm, told = VirtualSwarm(campaign(total_steps=10**6, sync={"min_peers": 5})), list[str]()
@@ -263,6 +264,7 @@ def test_two_lying_electors_of_seven_have_nothing_of_their_own_decided(
     assert "is not applied" not in caplog.text
 
 
+@pytest.mark.long
 def test_of_two_valid_commits_in_a_ballot_all_decide_the_one_that_most_honest_electors_vote_for() -> None:
     async def main() -> None:
         swarm, liars = VirtualSwarm(campaign(total_steps=10**6, sync={"min_peers": 5})), list[Equivocation]()

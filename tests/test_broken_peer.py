@@ -97,6 +97,7 @@ def test_a_peer_that_breaks_stops_with_a_reason_before_it_sends_anything() -> No
 
 @pytest.mark.parametrize("after_steps", [0, 3])
 @pytest.mark.sampled(1)
+@pytest.mark.long
 def test_infinite_weights_of_a_peer_that_has_not_stopped_yet_reach_no_base(
     after_steps: int
 ) -> None:

@@ -164,6 +164,7 @@ def test_the_new_base_is_the_weighted_mean_and_bit_identical_everywhere(codec: s
     simulate(main)
 
 
+@pytest.mark.long
 def test_peers_open_streams_with_their_neighbours_only() -> None:
     async def main() -> None:
         plan, network = large_plan(64), MemoryNetwork(latency_s=0.05)
@@ -193,6 +194,7 @@ def test_over_rounds_the_base_moves_by_all_that_was_trained_but_for_pending_and_
     simulate(main)
 
 
+@pytest.mark.long
 def test_a_lost_hub_costs_its_cells_work_on_its_column_and_no_result() -> None:
     async def main() -> None:
         plan = large_plan()

@@ -51,6 +51,7 @@ LIES: dict[str, Callable[[RoundRecord], RoundRecord]] = {
 }
 
 
+@pytest.mark.long
 def test_honest_records_are_certified_and_lies_are_not(tmp_path: Path) -> None:
     async def main() -> None:
         swarm = RememberingSwarm(tmp_path, total_steps=120)
@@ -76,6 +77,7 @@ def test_honest_records_are_certified_and_lies_are_not(tmp_path: Path) -> None:
     simulate(main)
 
 
+@pytest.mark.long
 def test_a_peer_takes_over_no_lie(tmp_path: Path) -> None:
     """A joiner asks the liar first, since it trains."""
 
@@ -119,6 +121,7 @@ def test_what_no_certificate_covers_needs_the_owners_helper_or_two_electors(tmp_
     simulate(main)
 
 
+@pytest.mark.long
 def test_a_joiner_takes_no_loss_that_one_elector_tells(tmp_path: Path) -> None:
     async def main() -> None:
         swarm = RememberingSwarm(tmp_path, total_steps=100)
@@ -156,6 +159,7 @@ class Client:
 
 
 @pytest.mark.parametrize("is_helper_there", [True, False])
+@pytest.mark.long
 def test_a_dashboard_credits_nobody_for_a_lie(tmp_path: Path, is_helper_there: bool) -> None:
     async def main() -> None:
         swarm = RememberingSwarm(tmp_path, total_steps=100)

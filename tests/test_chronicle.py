@@ -132,6 +132,7 @@ def test_a_record_that_no_peer_would_write_is_refused(tmp_path: Path, change: di
 # In a swarm --------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_a_joiner_and_the_bootstrap_know_all_rounds_and_contributions(tmp_path: Path) -> None:
     async def main() -> None:
         swarm = RememberingSwarm(tmp_path, total_steps=100)
@@ -175,6 +176,7 @@ def test_damaged_journals_cost_later_joiners_neither_rounds_nor_credit(tmp_path:
     simulate(main)
 
 
+@pytest.mark.long
 def test_a_peer_answers_at_most_a_message_of_records(tmp_path: Path) -> None:
     async def main() -> None:
         swarm = RememberingSwarm(tmp_path)

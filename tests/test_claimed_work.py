@@ -165,6 +165,7 @@ def test_a_push_weighs_no_more_than_the_plan_says() -> None:
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.long
 def test_no_claim_of_an_honest_swarm_is_clamped(overlap: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a straggler that returns samples, one that dies, and one that joins late."""
     made: list[tuple[Plan, dict[str, Announcement]]] = []

@@ -451,6 +451,7 @@ BAD_COMMANDS: dict[str, tuple[Callable[[Place], list[str]], tuple[str, ...]]] = 
 }
 
 
+@pytest.mark.long
 def test_every_command_is_in_the_table(place: Place) -> None:
     tried = {make(place)[0] for make, _ in BAD_COMMANDS.values()}
     assert tried >= set(typer.main.get_command(make_app()).commands)  # type: ignore[attr-defined]

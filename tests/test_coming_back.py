@@ -36,6 +36,7 @@ async def assert_goes_on(swarm: VirtualSwarm) -> None:
 
 @pytest.mark.parametrize(("trainers", "leavers"), [("A", "A"), ("AB", "AB"), ("ABC", "ABC"), ("ABC", "AB"), ("ABC", "B")])
 @pytest.mark.sampled(2)
+@pytest.mark.long
 def test_those_who_left_and_are_back_go_on_at_once(trainers: str, leavers: str) -> None:
     async def main() -> None:
         swarm = await left_in_round_3(trainers, leavers)
@@ -94,6 +95,7 @@ def test_a_helper_that_is_away_has_no_seat_until_it_is_back() -> None:
     simulate(main)
 
 
+@pytest.mark.long
 def test_who_comes_back_and_finds_nobody_at_first_catches_up_when_the_others_appear() -> None:
     """As a bootstrap peer that is started alone: the others find it some time later, and go on without it until then."""
 
@@ -116,6 +118,7 @@ def test_who_comes_back_and_finds_nobody_at_first_catches_up_when_the_others_app
 
 
 @pytest.mark.parametrize("asleep_s", [60.0, pytest.param(1200.0, marks=pytest.mark.long)])
+@pytest.mark.long
 def test_a_laptop_that_slept_catches_up_and_trains_again(asleep_s: float) -> None:
     """Its connections break, the registry forgets it, and all of its timers expire when it wakes."""
 
@@ -139,6 +142,7 @@ def test_a_laptop_that_slept_catches_up_and_trains_again(asleep_s: float) -> Non
     simulate(main)
 
 
+@pytest.mark.long
 def test_a_member_that_does_not_know_the_plan_of_a_round_costs_no_round(monkeypatch: pytest.MonkeyPatch) -> None:
     """So it was with a peer that had come back: it refused what others pushed to it and pulled from it."""
     known, refused = Exchanges._known, list[str]()

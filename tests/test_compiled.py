@@ -71,6 +71,7 @@ def test_a_form_that_fails_is_undone_and_said_in_one_line(caplog: pytest.LogCapt
     assert trial(model).difference(before) == 0
 
 
+@pytest.mark.long
 def test_what_does_not_compile_in_another_shape_runs_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch._dynamo.config, "suppress_errors", False)
     model, seconds = model_of(), iter([2.0, 1.0])

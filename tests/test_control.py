@@ -88,6 +88,7 @@ def test_a_record_that_one_peer_got_holds_for_all_from_the_same_round_on() -> No
     simulate(main)
 
 
+@pytest.mark.long
 def test_in_a_pause_nobody_trains_and_after_it_everything_goes_on_from_the_same_bits() -> None:
     async def main() -> None:
         swarm = await paused()
@@ -150,6 +151,7 @@ def test_a_pause_holds_when_those_who_wait_are_killed_and_come_back(victims: str
     simulate(main)
 
 
+@pytest.mark.long
 def test_a_pause_holds_when_every_trainer_has_gone_and_another_comes() -> None:
     async def main() -> None:
         swarm = await paused()
@@ -265,6 +267,7 @@ def test_a_record_that_is_sent_again_or_too_late_changes_nothing() -> None:
     simulate(main)
 
 
+@pytest.mark.long
 def test_of_two_records_that_wait_for_a_round_the_newer_one_holds() -> None:
     async def main() -> None:
         swarm = VirtualSwarm(campaign(total_steps=60), seconds_per_step=2.0)  # time for two meetings in a phase
@@ -279,6 +282,7 @@ def test_of_two_records_that_wait_for_a_round_the_newer_one_holds() -> None:
     simulate(main)
 
 
+@pytest.mark.long
 def test_a_damaged_record_on_the_disk_is_learned_again() -> None:
     async def main() -> None:
         swarm = await paused()
@@ -454,6 +458,7 @@ def test_who_is_killed_while_it_goes_back_goes_on_from_there(victim: str) -> Non
     simulate(main)
 
 
+@pytest.mark.long
 def test_a_commit_without_a_plan_is_no_commit_unless_the_owners_record_leads_to_it() -> None:
     """What a majority of liars could sign: nobody takes it up."""
 
@@ -576,6 +581,7 @@ def test_a_complete_campaign_goes_on_when_its_owner_adds_steps(overlap: bool, ca
     simulate(main)
 
 
+@pytest.mark.long
 def test_trainers_that_still_serve_the_last_round_stay_when_steps_are_added() -> None:
     async def main() -> None:
         swarm = VirtualSwarm(campaign(total_steps=40, evaluation={"every_rounds": 1}, data={"validation_manifest": "v"}))

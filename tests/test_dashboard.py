@@ -61,6 +61,7 @@ def test_the_view_says_the_same_as_status_json() -> None:
         }
 
 
+@pytest.mark.long
 def test_64_peers_and_128_experts_are_a_message_of_moderate_size() -> None:
     swarm = synthetic_swarm(64, 128, 2000, total_rounds=4000)
     view = swarm_view(swarm.statuses, swarm.by_peer, swarm.totals, swarm.now)

@@ -211,6 +211,7 @@ def test_two_corpora_share_a_folder_by_prefix(tmp_path: Path, tokenizer_json: Pa
     assert {path.name for path in (tmp_path / "out").iterdir()} == {p + n for p in ("train_", "held_out_") for n in names}
 
 
+@pytest.mark.long
 def test_a_dtype_that_does_not_hold_the_vocabulary_is_refused(tmp_path: Path) -> None:
     tokenizer = train_tokenizer(DOCUMENTS, 300)
     tokenizer.add_tokens([f"<{number}>" for number in range(2**16)])

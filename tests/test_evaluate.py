@@ -91,6 +91,7 @@ def test_local_task_scores_every_example_without_the_network(checkpoint: Path, t
     assert no_network == []
 
 
+@pytest.mark.long
 def test_limit_and_fewshot_reach_the_task(checkpoint: Path, tasks: Path) -> None:
     result = evaluate(checkpoint, {"colours": 1}, include_path=tasks, limit=2)
     assert (result["samples"], result["num_fewshot"]) == ({"colours": 2}, {"colours": 1})
@@ -116,12 +117,14 @@ def test_shots_are_read_per_task_and_a_group_has_its_own() -> None:
     assert (len(spes), spes["arc_challenge"], spes["hellaswag"], spes["mmlu"], spes["sciq"]) == (12, 25, 10, 5, None)
 
 
+@pytest.mark.long
 def test_names_of_own_tasks_and_of_all_in_spes_are_known(tasks: Path) -> None:
     check_names(["nature", *parse_tasks("spes")], tasks)
     with pytest.raises(UserError, match="unknown task 'natur'; did you mean 'nature'"):
         check_names(["natur"], tasks)
 
 
+@pytest.mark.long
 def test_card_of_an_export_gets_the_groups_results_once_a_command(checkpoint: Path, tasks: Path, tmp_path: Path) -> None:
     model = Path(shutil.copytree(checkpoint, tmp_path / "model"))
     (model / "README.md").write_text("# a model\n\n## Use\n\ntext\n")

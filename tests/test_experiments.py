@@ -117,6 +117,7 @@ def test_how_many_experts_a_peer_trains(mode: str, owners: int, experts: int) ->
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("mode", ["spes", "diloco"])
+@pytest.mark.long
 def test_a_run_gives_the_same_result_again(mode: str) -> None:
     run = only_run(mode=mode, peers=2)
     first, second = train(run, text()), train(run, text())
@@ -171,6 +172,7 @@ def test_a_model_whose_experts_are_split_computes_what_it_did(rank: int) -> None
         split_experts(few, layout_of(small), layout_of(wider), 0)
 
 
+@pytest.mark.long
 def test_an_arm_that_begins_with_fewer_experts_goes_on_where_they_ended() -> None:
     first = {"steps": 3, "model": {"moe_num_experts": 2, "moe_top_k": 1}}
     run, plain = only_run(mode="spes", peers=2, first=first), only_run(mode="spes", peers=2)
@@ -188,6 +190,7 @@ def test_an_arm_that_begins_with_fewer_experts_goes_on_where_they_ended() -> Non
     assert np.array_equal(late, readers_of(run, text())[0].read(Interval(0, 12, 16)))
 
 
+@pytest.mark.long
 def test_all_modes_train_on_the_same_samples() -> None:
     tokens = {train(only_run(mode=mode, peers=2), text())["tokens"] for mode in ("centralised", "diloco", "spes")}
     assert tokens == {6 * 2 * 2 * 16}

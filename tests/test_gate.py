@@ -254,6 +254,7 @@ def test_one_vouched_liar_of_three_can_leave_nothing_out() -> None:
 
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.sampled(1)
+@pytest.mark.long
 def test_an_honest_swarm_is_judged_nothing_is_left_out_and_trainers_get_their_weights_back(
     overlap: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -113,6 +113,7 @@ def test_a_loss_that_runs_away_again_pauses_the_campaign(caplog: pytest.LogCaptu
     assert "did not help: pausing" in caplog.text
 
 
+@pytest.mark.long
 def test_without_a_good_base_to_return_to_the_campaign_is_paused() -> None:
     async def main() -> None:
         swarm = Judged([3.0, 3.3, 3.4, 3.45, 3.48, 3.49, 4.0], keep=1)
@@ -151,6 +152,7 @@ def says(monkeypatch: pytest.MonkeyPatch, liars: str, loss: float) -> None:
 
 
 @pytest.mark.parametrize("lie", [0.1, 99.0])
+@pytest.mark.long
 def test_among_friends_one_liar_has_nothing_rolled_back(monkeypatch: pytest.MonkeyPatch, lie: float) -> None:
     says(monkeypatch, "C", lie)
 
@@ -197,6 +199,7 @@ def test_when_the_owner_resumes_the_guard_begins_anew(caplog: pytest.LogCaptureF
     assert caplog.text.count("pausing the campaign") == 1
 
 
+@pytest.mark.long
 def test_in_an_open_campaign_strangers_cannot_have_it_rolled_back(monkeypatch: pytest.MonkeyPatch) -> None:
     says(monkeypatch, "BC", 99.0)
 

@@ -82,6 +82,7 @@ def test_what_was_clipped_neither_returns_nor_stays_pending() -> None:
     simulate(main)
 
 
+@pytest.mark.long
 def test_without_bounds_one_member_takes_the_model_away() -> None:
     """The attack is one: the other tests would see it."""
     async def main() -> None:

@@ -87,6 +87,7 @@ def test_who_leaves_and_takes_long_to_end_coordinates_no_round_meanwhile(
 @pytest.mark.parametrize("leaver", "ABC")
 @pytest.mark.parametrize("delay_s", [0.1, 2.0, 6.4, 7.3, 9.1])
 @pytest.mark.sampled(3)
+@pytest.mark.long
 def test_who_leaves_costs_no_attempt(delay_s: float, leaver: str, overlap: bool) -> None:
     """One of the three coordinates the next round, one member is no elector, and the helper learns commits late."""
 

@@ -91,6 +91,7 @@ def test_a_commit_that_does_not_follow_from_its_evidence_gets_no_honest_vote(
     simulate(main)
 
 
+@pytest.mark.long
 def test_an_invented_report_gets_no_honest_vote(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
 
@@ -174,6 +175,7 @@ def test_a_proposal_from_which_no_plan_follows_is_refused_by_its_members(
 
 
 @pytest.mark.parametrize("calls_absent", ["all", "one", "none"])
+@pytest.mark.long
 def test_a_coordinator_that_leaves_the_others_out_does_not_unseat_them(
     calls_absent: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -301,6 +303,7 @@ def test_a_malformed_proposal_on_the_disk_costs_its_assignments_and_nothing_else
     assert "is left out" in caplog.text
 
 
+@pytest.mark.long
 def test_a_commit_that_died_with_its_coordinator_is_proposed_again_with_its_evidence() -> None:
     """One elector voted, crashed and lost its results; the evidence is on its disk with the vote, and it serves it."""
 

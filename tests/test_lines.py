@@ -69,6 +69,7 @@ def test_with_the_batch_of_spes_a_round_takes_a_small_share_of_an_hour() -> None
 
 
 @given(step_s=st.floats(0.1, 100), line=LINE_BITS, factor=st.floats(1.3, 4))
+@pytest.mark.long
 def test_no_other_phase_reaches_a_loss_sooner(step_s: float, line: float, factor: float) -> None:
     (pace,) = paces(load_campaign_config(ROOT / "configs/9b.yaml"), 3, 4, step_s, [line])
     longer, shorter = round(pace.sync_steps * factor), round(pace.sync_steps / factor)

@@ -23,6 +23,7 @@ from spes_p2p.testing.virtual_loop import run_virtual
 
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.sampled(1)
+@pytest.mark.long
 def test_who_joins_goes_on_from_the_base_that_the_bootstrap_has(overlap: bool) -> None:
     async def main() -> None:
         swarm = await bootstrap_that_knows_more_than_it_has(overlap)
@@ -140,6 +141,7 @@ def test_an_order_that_was_applied_in_rounds_that_are_given_up_holds_again() -> 
     run_virtual(main())
 
 
+@pytest.mark.long
 def test_who_is_restarted_before_it_has_a_base_of_the_new_branch_goes_on_there() -> None:
     """Its base is of a round that its log does not reach any more, and nobody else is there to reach that round."""
 

@@ -10,6 +10,7 @@ from spes_p2p.testing.simulate.swarm import VirtualSwarm, campaign, simulate
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("lost", ["B", "W"])
+@pytest.mark.long
 def test_the_next_commit_lists_the_new_disk_and_its_elector_votes_again(lost: str) -> None:
     async def main() -> None:
         swarm = VirtualSwarm(campaign(total_steps=200, sync={"min_peers": 2}))

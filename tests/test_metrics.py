@@ -183,6 +183,7 @@ def test_promtool_accepts_the_metrics(events: tuple[Event, ...]) -> None:
     assert (check.returncode, check.stdout + check.stderr) == (0, b"")
 
 
+@pytest.mark.long
 def test_metrics_are_served_over_http_until_closed(told: Metrics) -> None:
     server = told.serve(0)
     address = f"http://127.0.0.1:{server.port}/metrics"

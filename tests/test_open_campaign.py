@@ -354,6 +354,7 @@ class OtherBase(Tamper):
         return changed(frame, Signed, lambda signed: altered(signed, self._identity, self._identity, base_digest="ab" * 32))
 
 
+@pytest.mark.long
 def test_strangers_in_the_majority_do_not_choose_the_base() -> None:
     async def main() -> None:
         swarm = VirtualSwarm(campaign(total_steps=60, admission="open", sync={"min_peers": 6}))
@@ -368,6 +369,7 @@ def test_strangers_in_the_majority_do_not_choose_the_base() -> None:
     simulate(main)
 
 
+@pytest.mark.long
 def test_strangers_alone_train_the_shared_weights_until_their_probation_ends() -> None:
     async def main() -> None:
         swarm = open_swarm(160, "", "XY")

@@ -103,6 +103,7 @@ def test_the_merge_moves_weights_and_never_momentum() -> None:
 OUTER_SECTION = DILOCO.model_dump()
 
 
+@pytest.mark.long
 def test_whoever_joins_late_applies_the_next_rounds_to_the_same_bits() -> None:
     async def main() -> None:
         swarm = VirtualSwarm(campaign(total_steps=80, outer=OUTER_SECTION))
@@ -120,6 +121,7 @@ def test_whoever_joins_late_applies_the_next_rounds_to_the_same_bits() -> None:
     simulate(main)
 
 
+@pytest.mark.long
 def test_a_peer_that_crashed_goes_on_with_the_momentum_on_its_disk() -> None:
     async def main() -> None:
         swarm = VirtualSwarm(campaign(total_steps=80, outer=OUTER_SECTION))

@@ -137,6 +137,7 @@ def test_two_peers_hold_what_the_formula_says_after_every_round(codec: str) -> N
     simulate(main)
 
 
+@pytest.mark.long
 def test_an_update_is_applied_one_phase_after_it_was_announced_and_all_of_it_in_the_end() -> None:
     async def main() -> None:
         swarm = VirtualSwarm(overlapping())
@@ -179,6 +180,7 @@ def test_a_round_that_is_shorter_than_a_phase_costs_no_time() -> None:
 
 @pytest.mark.parametrize("away_s", [0.0, 5.0, 60.0])
 @pytest.mark.sampled(1)
+@pytest.mark.long
 def test_who_crashes_with_a_round_in_flight_sends_nothing_twice(away_s: float) -> None:
     """Its update is in the new base, its codes died with it; the checkpoint has the update, and how much work that is."""
 

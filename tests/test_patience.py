@@ -175,6 +175,7 @@ EXCUSES = [
     "refused", [EXCUSES[0], *(pytest.param(each, marks=pytest.mark.long) for each in EXCUSES[1:])],
     ids=lambda refused: refused.code.value,
 )
+@pytest.mark.long
 def test_a_coordinator_with_excuses_does_not_stop_rounds(refused: Refused) -> None:
     async def main() -> None:
         swarm = swarm_of()

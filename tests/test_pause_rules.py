@@ -132,6 +132,7 @@ def test_the_use_of_gpus_by_others_is_that_of_the_busiest() -> None:
     ("echo NVIDIA-SMI has failed; exit 9", 0.0),
     ("exec sleep 60", 0.0),
 ], ids=["listing", "failing", "hanging"])
+@pytest.mark.long
 def test_a_driver_is_asked_what_others_use_and_not_waited_for(
     script: str, share: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -143,6 +144,7 @@ def test_a_driver_is_asked_what_others_use_and_not_waited_for(
     assert MachineUse().measure().gpu == share
 
 
+@pytest.mark.long
 def test_this_machine_can_be_measured() -> None:
     use = MachineUse().measure()
     assert 0 <= use.cpu <= 1
@@ -216,6 +218,7 @@ def reason_to_pause(tmp_path: Path, clock: str, **options: object) -> str:
     return asyncio.run(start())
 
 
+@pytest.mark.long
 def test_the_reason_is_the_first_that_holds(tmp_path: Path) -> None:
     hours = parse_hours("22-8", "--hours")
     assert reason_to_pause(tmp_path, "23:00", hours=hours) == ""

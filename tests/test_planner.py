@@ -371,6 +371,7 @@ def test_a_wrong_number_of_peers_costs_one_line() -> None:
     assert (ended.code, ended.stderr) == (2, "error: --peers 0: must be 1 to 1024\n")
 
 
+@pytest.mark.long
 def test_the_tables_in_the_docs_are_current(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["memory_table", "--check"])
     assert runpy.run_path(str(ROOT / "tools/memory_table"))["main"]() == 0

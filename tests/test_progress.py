@@ -40,6 +40,7 @@ async def leave(stream: Stream) -> None:
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(("pull", "push"), [(hang, hang), (hang, swallow), (leave, swallow)])
+@pytest.mark.long
 def test_a_silent_reducer_costs_some_silences_and_is_named(pull: object, push: object) -> None:
     async def main() -> None:
         swarm = await swarm_at_round_2()
@@ -59,6 +60,7 @@ def test_a_silent_reducer_costs_some_silences_and_is_named(pull: object, push: o
     simulate(main, 10**5)
 
 
+@pytest.mark.long
 def test_a_silent_contributor_is_left_out_by_the_reducers() -> None:
     async def main() -> None:
         swarm = await swarm_at_round_2()

@@ -97,6 +97,7 @@ def test_a_minority_is_reformed_however_long_its_attempts_take(total_steps: int,
 
 @pytest.mark.parametrize("majority_comes_back", [False, True])
 @pytest.mark.sampled(1)
+@pytest.mark.long
 def test_an_outage_that_ended_is_another_one_when_it_comes_back(majority_comes_back: bool) -> None:
     """Between two rounds, so that no commit tells them apart."""
 
@@ -127,6 +128,7 @@ def test_an_outage_that_ended_is_another_one_when_it_comes_back(majority_comes_b
     assert (again > first + 20) == majority_comes_back
 
 
+@pytest.mark.long
 def test_nothing_is_reformed_while_a_majority_is_there() -> None:
     async def main() -> None:
         swarm = VirtualSwarm(campaign(sync={"min_peers": 3, "reform_after_s": 1.0}))

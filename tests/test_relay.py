@@ -60,6 +60,7 @@ async def spread(
 
 
 @given(st.integers(1, 6 * FANOUT), st.data())
+@pytest.mark.long
 def test_every_living_member_gets_the_record(count: int, data: st.DataObject) -> None:
     some = st.sets(st.integers(0, count - 1), max_size=5)
     gone, liars = data.draw(some), data.draw(some)

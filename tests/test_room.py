@@ -198,6 +198,7 @@ def test_every_setup_of_the_search_takes_the_same_step(stored: Any, error: float
             assert np.linalg.norm(update(options) - exact) / np.linalg.norm(exact) < error
 
 
+@pytest.mark.long
 def test_peers_with_different_setups_have_one_campaign_and_compute_the_same_bases() -> None:
     the_campaign = campaign(10, training={"sync_steps": 5, "warmup_steps": 0})
     config = the_campaign.config

@@ -230,6 +230,7 @@ def test_a_harmed_file_of_the_campaign_is_named_and_restored_by_the_campaign_tha
         assert read_run_dir(tmp_path) == whole
 
 
+@pytest.mark.long
 def test_a_damaged_checkpoint_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     async def main() -> None:
         swarm = await at_round_3(tmp_path / "run", tmp_path / "earlier")

@@ -156,6 +156,7 @@ def test_work_that_is_clipped_counts_as_missing_only_if_no_one_says_so(monkeypat
     assert "work" in rules_broken(scenario)
 
 
+@pytest.mark.long
 def test_a_seed_replays_exactly() -> None:
     scenario = Scenario(peer_names(3), 3, fault_rate=1.0)
     first = run_seed(scenario, 3)
@@ -202,6 +203,7 @@ def test_electors_that_forget_their_votes_are_found_out(monkeypatch: pytest.Monk
     assert "fork" in rules_broken(scenario)
 
 
+@pytest.mark.long
 def test_bases_that_differ_are_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = iter(range(10**6))
 
@@ -262,6 +264,7 @@ def test_exclusion_new_owners_and_joiners_are_measured_from_what_peers_tell() ->
     assert (found.tokens_trained, found.tokens_included, found.work_lost_tokens) == (500, 500, 0)
 
 
+@pytest.mark.long
 def test_work_survives_the_churn_of_volunteers() -> None:
     result = run_seed(Scenario(peer_names(4), 15, vary=False, churn=240.0), 0)
     assert_sound(result)
@@ -424,6 +427,7 @@ def _somebody_weighs_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("harm", [_work_counts_twice, _reducers_leave_somebody_out, _somebody_weighs_otherwise])
 @pytest.mark.sampled(1)
+@pytest.mark.long
 def test_work_that_counts_twice_or_not_at_all_is_found_though_all_have_the_same_bits(
     monkeypatch: pytest.MonkeyPatch, harm: Callable[[pytest.MonkeyPatch], None], overlap: bool
 ) -> None:

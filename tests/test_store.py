@@ -324,6 +324,7 @@ while True:
 """
 
 
+@pytest.mark.long
 def test_a_process_killed_at_random_instants_loses_nothing_that_it_had_finished(tmp_path: Path) -> None:
     """Each time the next process goes on from what the last one left."""
     rng = random.Random(0)

@@ -20,6 +20,7 @@ from spes_p2p.testing.virtual_loop import run_virtual
 
 
 @pytest.mark.parametrize("name", ["X", "A"])
+@pytest.mark.long
 def test_a_strangers_ballots_are_refused_and_the_swarm_finishes(name: str) -> None:
     async def main() -> None:
         swarm = VirtualSwarm(campaign())

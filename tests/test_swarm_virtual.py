@@ -49,6 +49,7 @@ def test_peers_agree_bit_for_bit_after_every_round() -> None:
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("evaluation_s", [pytest.param(0.01, marks=pytest.mark.slow), 1.0, 8.0])
+@pytest.mark.long
 def test_every_peer_hears_what_the_last_base_is_worth(overlap: bool, evaluation_s: float) -> None:
     """The bootstrap peer too when it is asked to leave as soon as the trainers have left.
 
@@ -121,6 +122,7 @@ def test_a_reducer_keeps_what_its_encoding_dropped_for_the_next_round() -> None:
     simulate(main)
 
 
+@pytest.mark.long
 def test_the_same_seed_gives_the_same_run() -> None:
     def final_digest(seed: int) -> str:
         async def main() -> str:
@@ -251,6 +253,7 @@ def test_who_lost_the_coordinator_first_is_in_the_round_of_the_next() -> None:
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("voters", [1, 2])
+@pytest.mark.long
 def test_a_commit_that_was_accepted_before_its_coordinator_died_is_the_one_decided(voters: int) -> None:
     """With a majority of votes it was decided; with one, the next coordinator, which sees that vote, must propose it too."""
 
@@ -333,6 +336,7 @@ def test_a_peer_restarted_on_its_disk_continues(delay_s: float) -> None:
     simulate(main)
 
 
+@pytest.mark.long
 def test_who_crashed_between_push_and_commit_does_not_send_the_same_work_again() -> None:
     """Its push is in the new base, its codes died with it: what its checkpoint has pending there must not go twice."""
 
@@ -382,6 +386,7 @@ def test_a_whole_swarm_killed_at_once_continues_from_the_last_committed_round(de
     simulate(main)
 
 
+@pytest.mark.long
 def test_the_bootstrap_peer_may_be_away_while_the_others_train() -> None:
     async def main() -> None:
         swarm = VirtualSwarm(campaign())
@@ -398,6 +403,7 @@ def test_the_bootstrap_peer_may_be_away_while_the_others_train() -> None:
 
 @pytest.mark.parametrize("pause_s", [7.0, 40.0, 200.0])
 @pytest.mark.sampled(1)
+@pytest.mark.long
 def test_a_peer_that_was_silent_too_long_catches_up_and_its_work_is_not_lost(pause_s: float) -> None:
     async def main() -> None:
         swarm = VirtualSwarm(campaign(total_steps=300))
@@ -458,6 +464,7 @@ def test_a_peer_that_cannot_be_dialled_trains_and_is_heard_but_reduces_nothing()
     simulate(main)
 
 
+@pytest.mark.long
 def test_a_slow_peer_gets_fewer_steps_and_is_waited_for() -> None:
     async def main() -> None:
         swarm = VirtualSwarm(campaign(total_steps=80))
@@ -491,6 +498,7 @@ def test_within_an_epoch_no_sample_is_trained_twice_and_none_is_left_out() -> No
 
 @pytest.mark.parametrize("delay_s", [0.1, 3.0, 10.0, 10.2, 10.3, 10.4, 10.6, 10.8])
 @pytest.mark.sampled(1)
+@pytest.mark.long
 def test_who_leaves_politely_loses_no_sample_and_its_experts_find_owners_at_once(delay_s: float) -> None:
     async def main() -> None:
         swarm = VirtualSwarm(campaign(total_steps=150))
@@ -534,6 +542,7 @@ def test_a_lone_trainer_goes_on_by_itself() -> None:
     simulate(main)
 
 
+@pytest.mark.long
 def test_who_has_other_bits_than_most_repairs_them() -> None:
     async def main() -> None:
         swarm = VirtualSwarm(campaign())
