@@ -66,6 +66,23 @@ def test_its_page_pauses_and_resumes_it(trainer: Path) -> None:
     with_page(trainer, look)
 
 
+def test_a_run_dir_that_was_moved_away_is_told_and_found_again(trainer: Path) -> None:
+    async def look(url: str, own: OwnTrainer, session: aiohttp.ClientSession) -> None:
+        async def until(state: str) -> None:
+            seen = {"state": ""}
+            while state not in seen["state"]:
+                async with session.get(f"{url}view.json") as answer:
+                    seen = json.loads(await answer.text())["own"]
+                await asyncio.sleep(0.01)
+
+        away = trainer.rename(trainer.with_name("away"))
+        await until(str(trainer))
+        away.rename(trainer)
+        await until("running")
+
+    with_page(trainer, look)
+
+
 @pytest.mark.parametrize("wrong", [
     {"X-Spes-Token": ""}, {"X-Spes-Token": "0" * 32}, {"Origin": "https://example.org"}, {"Origin": "null"}, {"Origin": ""},
     {"Host": "example.org"}, {"Host": "example.org:80", "Origin": "http://example.org:80"},

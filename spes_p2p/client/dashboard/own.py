@@ -59,7 +59,10 @@ class OwnTrainer:
     async def watch(self, published: Published) -> None:
         """Keep `published.own` current. Never returns."""
         while True:
-            seen = await asyncio.to_thread(self._look)
+            try:
+                seen = await asyncio.to_thread(self._look)
+            except UserError as error:  # a run-dir that was moved away may come back
+                seen = {"state": str(error), "pauses": False, "share": to_json(self._share)}
             if seen != published.own:
                 published.own = seen
                 published.publish()
