@@ -145,9 +145,9 @@ def test_missing_electors_are_named_and_a_lost_majority_is_said() -> None:
     helper = status_after(seen, peer_id="helper", role="helper")
     swarm = gather([one, helper])
     assert (swarm.electorate, swarm.electors_missing, swarm.majority_missing) == (ELECTORS, ("peer-bbbbbb",), False)
-    assert "! 1 of 3 electors do not answer (bbbbbb)" in shown([one, helper])
+    assert "! no answer from 1 of 3 electors (bbbbbb)" in shown([one, helper])
     assert gather([one]).majority_missing
-    assert "2 of 3 electors do not answer (helper, bbbbbb); rounds wait until a majority is back" in shown([one], width=200)
+    assert "no answer from 2 of 3 electors (helper, bbbbbb); rounds wait until a majority is back" in shown([one], width=200)
     assert "electors" not in shown([one, helper, status_after(commit(5), seen, peer_id="peer-bbbbbb")])
     asleep = shown([replace(one, peer_id="helper", role="helper")])
     assert "! no trainer is here; rounds go on when one joins" in asleep

@@ -7,11 +7,13 @@ import contextlib
 import logging
 import random
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from spes_p2p.campaign.orders import CampaignView, parse_order
+from spes_p2p.client.owner import _view
 from spes_p2p.consensus.certificate import vote_message
 from spes_p2p.consensus.control import describe, is_rollback, number_of, owner_of, signed
 from spes_p2p.errors import UPGRADE, PeerUnreachable, Refused, UserError
@@ -641,6 +643,25 @@ def test_an_order_keeps_what_was_ordered_before() -> None:
         assert (training.learning_rate, training.total_steps) == expected
 
 
+def test_an_order_follows_one_that_is_not_decided_yet_unless_that_rolls_back() -> None:
+    async def main() -> None:
+        swarm = VirtualSwarm(campaign())
+        identity, config = SimulatedIdentity("visitor"), swarm.campaign.config
+        connection: Any = SimpleNamespace(genesis=swarm.genesis, net=SimpleNamespace(identity=identity))
+
+        def seen(newest: Control) -> CampaignView:
+            return _view(connection, config, [Known(newest, 1, 5, 50, (4,))], "address")
+
+        stopped = record(swarm, 2, "stopped")
+        assert parse_order(["resume"])(seen(stopped)).number == 3
+        with pytest.raises(UserError, match="the rollback to round 4 is still pending"):
+            seen(record(swarm, 2, rollback=4))
+        with pytest.raises(UserError, match="stopped permanently"):
+            _view(connection, config, [Known(stopped, 2, 5, 50, ())], "address")
+
+    simulate(main)
+
+
 def test_a_ban_stays_in_later_orders_until_it_is_lifted() -> None:
     once = parse_order(["ban", OTHER_ID])(view())
     assert describe(once) == "1 peer banned"
@@ -673,6 +694,8 @@ def test_a_pardon_is_ordered_once_for_each_exclusion_and_stays_in_later_orders()
     ("schedule 4 learning_rate=1", "has started; give round 5 or later"),
     ("schedule 9 learning_rate=-1", "training.learning_rate = -1: must be greater than 0"),
     ("schedule 9 learning_rate=true", "training.learning_rate = true: must be a number"),
+    ("schedule 5 total_steps=30", "schedule 5: 40 steps are trained by then; give more total_steps, an earlier round, or stop"),
+    ("schedule 9 total_steps=50", "schedule 9: 60 steps are trained by then"),
     ("schedule 9 total_steps=55", "must be a multiple of sync_steps = 10"),
     ("schedule 9 sync_steps=15", "must be a multiple of training.sync_steps = 15"),
     ("schedule 9 batch_size=1", "training.batch_size cannot be changed; give one of learning_rate, "),

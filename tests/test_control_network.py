@@ -47,7 +47,7 @@ def wait_until_all_were_told(swarm: LocalPeers, number: int, state: str) -> int:
     return round_number
 
 
-def test_a_swarm_pauses_goes_on_goes_back_and_stops_as_its_owner_says(swarm: LocalPeers) -> None:
+def test_a_swarm_pauses_goes_on_goes_back_and_stops_as_its_owner_says(swarm: LocalPeers, tmp_path: Path) -> None:
     assert "3 of 3 peers have record 1" in order(swarm, "pause").stdout
     paused = wait_until_all_were_told(swarm, 1, "paused")
     assert "is already paused (record 1)" in order(swarm, "pause").stderr
@@ -62,13 +62,16 @@ def test_a_swarm_pauses_goes_on_goes_back_and_stops_as_its_owner_says(swarm: Loc
     for peer in swarm.peers.values():
         restored = [event for event in peer.events(BaseRestored) if event.source == "rollback"]
         assert [{event.base_digest} for event in restored] == [swarm.digests()[kept]]
-    assert order(swarm, "schedule", str(back + 20), "learning_rate=0.0001", "min_lr_ratio=1.0").code == 0
-    wait_until_all_were_told(swarm, 4, "running")
+    for rate in ("0.0002", "0.0001"):  # the second one hardly waits for a round that decides the first
+        assert order(swarm, "schedule", str(back + 20), f"learning_rate={rate}", "min_lr_ratio=1.0").code == 0
+    wait_until_all_were_told(swarm, 5, "running")
     swarm.wait_for_round(back + 21, PATIENCE_S)
     assert swarm.commit(back + 20).learning_rate == 0.0001
     assert order(swarm, "stop").code == 0
-    stopped = wait_until_all_were_told(swarm, 5, "stopped")
+    stopped = wait_until_all_were_told(swarm, 6, "stopped")
     swarm.wait(lambda: not swarm.trainers, PATIENCE_S, "the trainers go")
     assert [swarm[name].process.wait() for name in TRAINERS] == [0, 0]
     assert swarm.newest_round() == stopped
     assert {number: digests for number, digests in swarm.digests().items() if len(digests) > 1} == {}
+    exported = call("export", "--from", swarm["bootstrap"].address, "--output", str(tmp_path / "checkpoint"))
+    assert exported.stdout.startswith(f"base of round {stopped} "), exported.stderr

@@ -194,7 +194,7 @@ def test_trouble_is_said_at_the_top() -> None:
     async def look(page: Any, live: Published) -> None:
         banner = await page.text_content("#banner")
         assert "no peer trains expert 0" in banner
-        assert "1 of 3 electors do not answer (zzzzzz)" in banner
+        assert "no answer from 1 of 3 electors (zzzzzz)" in banner
         assert await page.locator("#grid .ownerless").count() == 1
 
     look_at(replace(honest, statuses=statuses), look)

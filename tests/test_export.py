@@ -4,6 +4,7 @@ import asyncio
 import errno
 import os
 import shutil
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,7 +22,7 @@ from spes_p2p.consensus.reform import reform_commit
 from spes_p2p.content.bases import Snapshots
 from spes_p2p.content.transfer import ContentServer
 from spes_p2p.errors import PeerUnreachable, UserError
-from spes_p2p.messages.consensus import Commit
+from spes_p2p.messages.consensus import Change, Commit, Control
 from spes_p2p.messages.presence import Contact
 from spes_p2p.messages.samples import Cursor
 from spes_p2p.model.build import initial_state, layout_of
@@ -140,7 +141,8 @@ def test_a_checkpoint_for_which_the_disk_has_no_room_is_refused_before_a_byte_is
     assert list(output.parent.iterdir()) == []
 
 
-def test_the_base_on_which_the_owner_opened_a_term_is_taken_while_no_trainer_is_there(tmp_path: Path) -> None:
+@pytest.mark.parametrize("why", ["reform", "stopped", "paused", "shortened", "complete"])
+def test_a_last_base_that_no_later_round_certifies_is_taken_from_the_owners_helpers(tmp_path: Path, why: str) -> None:
     config = campaign().config
     size = base_size(layout_of(config.model), config.outer)
     base, other = np.full(size, 0.5, np.float32), np.zeros(size, np.float32)
@@ -149,20 +151,28 @@ def test_the_base_on_which_the_owner_opened_a_term_is_taken_while_no_trainer_is_
         members=("trainer",), owners=((0,),) * 4, cursor=Cursor(), helpers=("owner",), electorate=("trainer",),
         incarnations=("0" * 16,),
     )  # fmt: skip
-    reform = reform_commit(trained, 1, "owner", "0" * 16, ())
+    later = replace(trained, round=5)
+    shorter = (Change(5, '{"total_steps": 40}'),)
+    last = {
+        "reform": reform_commit(trained, 1, "owner", "0" * 16, ()),
+        "stopped": replace(later, control=Control("c", 1, "stopped", (), -1, b"")),
+        "paused": replace(later, control=Control("c", 1, "paused", (), -1, b"")),
+        "shortened": replace(later, control=Control("c", 1, "running", shorter, -1, b"")),
+        "complete": replace(later, step=60),
+    }[why]
 
     async def newest(bases: dict[str, np.ndarray]) -> tuple[int, str, np.ndarray]:
         network = MemoryNetwork()
         for name, values in bases.items():
             endpoint, offered = RpcEndpoint(network.transport(name), 2.0), Snapshots()
-            offered.publish(reform.id, reform.round, values)
+            offered.publish(last.id, last.round, values)
             await offered.serve(endpoint, ContentServer(endpoint))
-        contact = Contact("c", 10, "helper", 5, reform.id, ())
+        contact = Contact("c", 10, "helper", 5, last.id, ())
         swarm = SimpleNamespace(
             contacts=partial(asyncio.sleep, 0, dict.fromkeys(bases, contact)), addresses=("address",),
             endpoint=RpcEndpoint(network.transport("me"), 2.0), genesis=SimpleNamespace(helpers=("owner", "second")),
         )
-        chronicle = SimpleNamespace(log=SimpleNamespace(last=reform, round=reform.round))
+        chronicle = SimpleNamespace(log=SimpleNamespace(last=last, round=5, commit_at=lambda number: trained))
         return await _newest_base(swarm, config, chronicle, tmp_path, lambda done, total: None, -1)  # type: ignore[arg-type]
 
     number, digest, values = simulate(partial(newest, {"owner": base, "trainer": other}))

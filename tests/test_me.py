@@ -13,9 +13,9 @@ from synthetic_swarm import synthetic_swarm
 
 from spes_p2p.client.me import look_at, own_share, render
 from spes_p2p.errors import UserError
-from spes_p2p.observe.events import BaseRestored, Event, PhaseTrained, RoundCommitted
+from spes_p2p.observe.events import BaseRestored, Controlled, Event, PhaseTrained, RoundCommitted
 from spes_p2p.observe.history import Entry
-from spes_p2p.session.own_state import OwnState
+from spes_p2p.session.own_state import OwnState, StateFile
 
 ME, OTHER = "QmMe", "QmOther"
 RUNNING = OwnState("running", 0.0)
@@ -51,6 +51,26 @@ def test_it_sums_the_certified_rounds() -> None:
     assert share.next_round_s == pytest.approx(8.0)
     assert "800 trained here are in the model, 26.7 % of all" in render(share)
     assert "round 3/20; the next in about 8.00 s" in render(share)
+
+
+def test_no_round_is_expected_while_the_owner_has_paused_the_campaign() -> None:
+    events = [committed(1, 300, 700), committed(2, 300, 700), Controlled(2, 1, "paused")]
+    share = own_share(journal(*events), ME, 20, RUNNING, now=122.0)
+    assert "round 2/20; its owner has paused the campaign" in render(share)
+    share = own_share(journal(*events, Controlled(2, 2, "running")), ME, 20, RUNNING, now=112.0)
+    assert "round 2/20; the next in about 8.00 s" in render(share)
+
+
+def test_a_trainer_that_has_not_found_its_campaign_is_told_from_a_wrong_folder(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="not a peer's run-dir"):
+        look_at(tmp_path, tmp_path / "identity.key")
+    state = StateFile(tmp_path)
+    try:
+        state.write(RUNNING)
+        with pytest.raises(UserError, match="has not found its campaign yet"):
+            look_at(tmp_path, tmp_path / "identity.key")
+    finally:
+        state.close()
 
 
 @pytest.mark.parametrize("source", ["rollback", "reform"])

@@ -19,7 +19,7 @@ from synthetic_swarm import synthetic_swarm
 from spes_p2p.client.report import make_report
 from spes_p2p.errors import UserError
 from spes_p2p.messages.presence import Contribution
-from spes_p2p.observe.events import TasksEvaluated
+from spes_p2p.observe.events import Controlled, TasksEvaluated
 from spes_p2p.session.run_dir import ADDRESS_FILE
 
 HARM = "</pre></table><script>alert(1)</script><img src=x onerror=alert(1)>"
@@ -53,12 +53,12 @@ def test_a_report_has_the_run_and_loads_nothing(tmp_path: Path) -> None:
     records = [replace(record, control="paused" if record.round == 7 else "") for record in synthetic_swarm(3, 4, 12).records]
     scores = TasksEvaluated(round=8, scores=(("arc_easy", "acc", 0.25, math.nan),))
     (tmp_path / "results.json").write_text(json.dumps(RESULTS))
-    folder = run_dir(tmp_path / "run", records, scores, OWN)
+    folder = run_dir(tmp_path / "run", records, scores, replace(OWN, total_rounds=20), Controlled(13, 4, "stopped"))
     (folder / ADDRESS_FILE).write_text("/ip4/203.0.113.7/tcp/31337/p2p/Qm\n")
     page = Page(make_report(folder, [tmp_path / "results.json"]))
     held_out = [record for record in records if math.isfinite(record.validation_loss)]
     for text in (
-        f"{CONFIG.name}, round 13", "7,654,321", "4 contributed; 2 to 3 in a round",
+        f"{CONFIG.name}, round 13", "13 of 20 planned, stopped", "7,654,321", "4 contributed; 2 to 3 in a round",
         "1.50 MB sent, 2.00 MB received in 1 round",
         f"{held_out[0].validation_loss:.3f} (round 0) to {held_out[-1].validation_loss:.3f} (round 10)",
         f"{records[1].loss:.3f} (round 1) to {OWN.loss:.3f} (round 13)", records[0].contributions[0].peer, "QmMe",

@@ -90,7 +90,7 @@ def test_without_systemd_the_unit_is_written_and_the_rest_is_said(home: Path) ->
 
     removed = call("service", "remove")
     assert (removed.code, unit.exists()) == (0, False)
-    assert "systemctl --user disable --now spes-p2p.service" in removed.stdout
+    assert "systemctl --user stop spes-p2p.service" in removed.stdout
     assert "not installed" in call("service", "status").stdout
 
 

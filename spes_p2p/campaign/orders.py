@@ -142,9 +142,25 @@ def schedule(change: Change, view: CampaignView) -> Control:
     config = view.config
     for each in changes:
         config = changed(config, each.training, f"schedule {each.round}")
+    reached = _steps_before(change.round, view)
+    if not view.is_complete and "total_steps" in json.loads(change.training) and config.training.total_steps < reached:
+        raise UserError(
+            f"schedule {change.round}: {reached} steps are trained by then; give more total_steps, an earlier round, or stop"
+        )
     if view.is_complete and (change.round != view.round + 1 or config.training.total_steps <= view.step):
         raise UserError(f"schedule {change.round}: the campaign is complete; give more steps: {_more_steps(view)}")
     return replace(control, changes=changes)
+
+
+def _steps_before(round_number: int, view: CampaignView) -> int:
+    """Return the campaign steps in the base before this round, if all rounds until then have work."""
+    step = view.step
+    for coming in range(view.round + 1, round_number):
+        training = scheduled(view.config, view.newest, coming).training
+        if step >= training.total_steps:
+            break
+        step = min(step + training.sync_steps, training.total_steps)
+    return step
 
 
 def require(requirement: Requirement, view: CampaignView) -> Control:

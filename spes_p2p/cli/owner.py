@@ -152,7 +152,8 @@ def control(
 
         given = run(give_order([address], key, make))
     accepted = f"{given.accepted} of {given.peers} peers have record {given.control.number}"
-    print(f"{' '.join(order)}: {accepted}; it takes effect with the first round committed after round {given.round}")
+    when = "is decided" if order[0] in ("schedule", "require") else "takes effect"
+    print(f"{' '.join(order)}: {accepted}; it {when} with the first round committed after round {given.round}")
 
 
 def audit(

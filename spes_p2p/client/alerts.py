@@ -74,7 +74,7 @@ def _electors(swarm: SwarmStatus) -> Alert | None:
     total, missing = len(swarm.electorate), len(swarm.electors_missing)
     if not missing or 2 * (total - missing - 1) > total:
         return None
-    text = f"{missing} of {counted(total, 'elector')} do not answer ({', '.join(map(short_peer, swarm.electors_missing))})"
+    text = f"no answer from {missing} of {counted(total, 'elector')} ({', '.join(map(short_peer, swarm.electors_missing))})"
     if swarm.majority_missing:
         return Alert("electors_missing", "critical", f"{text}; rounds wait until a majority is back or the swarm reforms")
     return Alert("electors_missing", "warning", f"{text}; without one more, no round is decided")

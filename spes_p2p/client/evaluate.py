@@ -213,7 +213,7 @@ def _load_tasks(manager: Any, tasks: Mapping[str, int | None]) -> list[Any]:
             found = manager.load([task])
         except Exception as error:
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            raise UserError(f"task '{task}' cannot be loaded: {reason}; check its YAML file and its data") from None
+            raise UserError(f"task '{task}' cannot be loaded: {reason}; check its YAML file, data and network") from None
         for leaf in found["tasks"].values():
             if seen.setdefault(leaf.task_name, task) != task:
                 both = f"both '{seen[leaf.task_name]}' and '{task}'"

@@ -19,7 +19,7 @@ from spes_p2p.client.connection import SwarmConnection, connect
 from spes_p2p.client.model_card import Origin, card_files, origin_of
 from spes_p2p.client.proven import learn_commits
 from spes_p2p.config.campaign import CampaignConfig
-from spes_p2p.consensus.control import is_rollback
+from spes_p2p.consensus.control import is_rollback, runs
 from spes_p2p.consensus.reform import is_reform
 from spes_p2p.content.bases import collect_offers, download
 from spes_p2p.content.fetcher import Fetcher
@@ -29,6 +29,7 @@ from spes_p2p.messages.presence import RoundRecord
 from spes_p2p.observe.history import read_rounds
 from spes_p2p.observe.rounds import Rounds
 from spes_p2p.rounds.outer import base_size
+from spes_p2p.rounds.schedule import is_over
 from spes_p2p.session.run_dir import load_run_dir_base
 from spes_p2p.storage.scratch import file_scratch
 
@@ -100,8 +101,8 @@ async def _newest_base(
     """Return (round, digest, values) of the newest base whose digest is proven. Raises PeerUnreachable if there is none.
 
     The certificate of a round names the digest of the base before it. The last base of a campaign has no round after it, nor
-    has one with which the owner opened a term while no trainer is there: these are taken if the owner's helpers, whose ids the
-    genesis commit names, all offer the same one.
+    has that of a pause, or one with which the owner opened a term while no trainer is there: these are taken if the owner's
+    helpers, whose ids the genesis commit names, all offer the same one.
     """
     contacts = await swarm.contacts()
     helpers = [peer for peer in swarm.genesis.helpers if peer in contacts]
@@ -114,8 +115,8 @@ async def _newest_base(
     from spes_p2p.model.build import layout_of  # with torch: takes seconds
 
     last, size = log.last, base_size(layout_of(config.model), config.outer)
-    is_newest = last.step >= config.training.total_steps or is_reform(last)
-    digest = await _digest_of_last(swarm, helpers, last, size) if is_newest else None
+    rests = is_over(last, config, last.control) or not runs(last.control) or is_reform(last)
+    digest = await _digest_of_last(swarm, helpers, last, size) if rests else None
     proven = [(last, digest)] if digest is not None else []
     if is_rollback(last):
         proven.append((last, last.base_digest))

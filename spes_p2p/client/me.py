@@ -19,7 +19,7 @@ from spes_p2p.client.worth import Worth, worth_of
 from spes_p2p.errors import UserError
 from spes_p2p.net.identity import RSAIdentity
 from spes_p2p.observe.contributed import Contributed
-from spes_p2p.observe.events import BaseRestored, RoundCommitted
+from spes_p2p.observe.events import BaseRestored, Controlled, RoundCommitted
 from spes_p2p.observe.history import HISTORY_FILE, Entry, read_history
 from spes_p2p.observe.units import human_count, human_indices, human_loss, human_seconds, short_peer
 from spes_p2p.session.own_state import STATE_FILE, OwnState, read_own_state
@@ -52,9 +52,11 @@ class OwnShare:
     """The last round in its base."""
     total_rounds: int
     next_round_s: float
-    """Expected time to the next round; NaN: unknown."""
+    """Expected time to the next round; NaN: unknown, or the owner lets no round follow."""
     owned: tuple[int, ...]
     """Experts that were its own after the last round in its journal, also when it does not run."""
+    campaign_state: str
+    """By the owner's last order in its journal: running, paused, stopped."""
     worth: Worth | None = None
     """None: not measured."""
 
@@ -66,15 +68,18 @@ def own_share(
     commit_times: dict[int, float] = {}
     base: RoundCommitted | BaseRestored | None = None
     owners: tuple[tuple[str, ...], ...] = ()
-    total_rounds, own = planned_rounds, Contributed(peer_id)
+    total_rounds, own, campaign_state = planned_rounds, Contributed(peer_id), "running"
     for entry in entries:
         own.see(entry.event)
+        if isinstance(entry.event, Controlled):
+            campaign_state = entry.event.state
         if isinstance(entry.event, RoundCommitted):
             commit_times[entry.event.round] = entry.time
         if isinstance(entry.event, RoundCommitted | BaseRestored):
             base = entry.event
             total_rounds, owners = base.total_rounds or total_rounds, base.owners or owners
     is_running = state is not None and state.state == "running"
+    goes_on = is_running and campaign_state == "running"
     owned = tuple(expert for expert, who in enumerate(owners) if peer_id in who)
     return OwnShare(
         peer_id=peer_id,
@@ -88,8 +93,9 @@ def own_share(
         hours=own.trained_s / 3600,
         round=max(0, base.round) if base is not None else 0,
         total_rounds=total_rounds,
-        next_round_s=_next_round_s(list(commit_times.values()), now) if is_running else math.nan,
+        next_round_s=_next_round_s(list(commit_times.values()), now) if goes_on else math.nan,
         owned=owned,
+        campaign_state=campaign_state,
     )
 
 
@@ -103,6 +109,8 @@ def _next_round_s(times: Sequence[float], now: float) -> float:
 def look_at(run_dir: Path, identity: Path) -> OwnShare:
     """Return what the trainer with this run-dir has contributed. Raises UserError if it is not a run-dir of a campaign."""
     known = read_run_dir(run_dir)
+    if known is None and (run_dir / STATE_FILE).exists():
+        raise UserError(f"{run_dir}: the trainer has not found its campaign yet; try again in a moment")
     if known is None:
         raise UserError(f"{run_dir}: not a peer's run-dir (it contains no campaign); give the run-dir of your trainer")
     if not (run_dir / STATE_FILE).exists():
@@ -126,6 +134,7 @@ def render(share: OwnShare) -> str:
     of_all = f", {100 * share.share:.1f} % of all" if math.isfinite(share.share) else ""
     when = f"in about {human_seconds(share.next_round_s)}" if share.next_round_s else "is due"
     coming = f"; the next {when}" if math.isfinite(share.next_round_s) else ""
+    coming = coming if share.campaign_state == "running" else f"; its owner has {share.campaign_state} the campaign"
     state = f"{share.state}: {share.detail}" if share.detail else share.state
     worth = share.worth
     return "\n".join([

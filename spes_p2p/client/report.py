@@ -21,7 +21,7 @@ from spes_p2p.campaign.files import read_run_dir
 from spes_p2p.client.model_card import Origin, origin_of, task_metrics
 from spes_p2p.errors import UserError
 from spes_p2p.messages.presence import RoundRecord
-from spes_p2p.observe.events import TasksEvaluated
+from spes_p2p.observe.events import Controlled, Event, RoundCommitted, TasksEvaluated
 from spes_p2p.observe.history import HISTORY_FILE, read_history, read_rounds
 from spes_p2p.observe.units import counted, human_bytes, human_count, human_loss, human_scores, human_seconds
 from spes_p2p.session.run_dir import ADDRESS_FILE
@@ -46,9 +46,10 @@ def make_report(run_dir: Path, evaluations: Iterable[Path] = ()) -> str:
 
     origin = origin_of(known[0].campaign, records[-1].round, records[-1].base_digest, records)
     orders = origin.orders
-    measured = [entry.event for entry in read_history(run_dir) if isinstance(entry.event, TasksEvaluated)]
+    seen = [entry.event for entry in read_history(run_dir)]
+    measured = [event for event in seen if isinstance(event, TasksEvaluated)]
     sections = [
-        ("Figures", _table((), _figures(origin, records))),
+        ("Figures", _table((), _figures(origin, records, _course(seen, origin)))),
         ("Plots", "".join(f"<figure><figcaption>{_text(name)}</figcaption>{svg}</figure>" for name, svg in plots(records))),
         ("Evaluation", _tasks(measured) + "".join(_evaluation(path) for path in evaluations)),
         ("What the model writes", _writing(origin.campaign.config.evaluation.prompts, records)),
@@ -63,7 +64,19 @@ def make_report(run_dir: Path, evaluations: Iterable[Path] = ()) -> str:
     return _PAGE.format(title=_text(title), body=body, made=_text(made))
 
 
-def _figures(origin: Origin, records: Sequence[RoundRecord]) -> list[Row]:
+def _course(seen: Sequence[Event], origin: Origin) -> str:
+    """Return how far the campaign is, under the owner's orders that this peer saw."""
+    planned, state = origin.campaign.config.total_rounds, ""
+    for event in seen:
+        if isinstance(event, RoundCommitted):
+            planned = event.total_rounds or planned
+        if isinstance(event, Controlled):
+            state = "" if event.state == "running" else event.state
+    state = state or ("complete" if origin.round >= planned else "")
+    return f"{origin.round} of {planned} planned{f', {state}' if state else ''}"
+
+
+def _figures(origin: Origin, records: Sequence[RoundRecord], course: str) -> list[Row]:
     trained, own = [record for record in records if record.round > 0], [record for record in records if not record.teller]
     held_out = [record for record in records if math.isfinite(record.validation_loss)]
     losses = [record for record in trained if math.isfinite(record.loss)]
@@ -73,7 +86,7 @@ def _figures(origin: Origin, records: Sequence[RoundRecord]) -> list[Row]:
     sent, received = (human_bytes(sum(getattr(record, f"{way}_bytes") for record in own)) for way in ("sent", "received"))
     rows = [
         ("campaign", f"{origin.campaign.config.name} ({origin.campaign.hash})"),
-        ("round", f"{origin.round} of {origin.campaign.config.total_rounds} planned"),
+        ("round", course),
         ("base", origin.digest),
         ("tokens", f"{human_count(records[-1].total_tokens)} ({records[-1].total_tokens:,})"),
         ("peers", f"{len(origin.totals.contributions)} contributed; {least_to_most} in a round"),

@@ -101,7 +101,7 @@ def remove(name: str) -> list[str]:
     stopped = _systemctl("disable", "--now", path.name)
     path.unlink()
     _systemctl("daemon-reload")
-    left = "" if stopped else f"; systemd does not answer: if it runs, stop it with systemctl --user disable --now {path.name}"
+    left = "" if stopped else f"; systemd does not answer: if it runs, stop it with systemctl --user stop {path.name}"
     return [f"removed {path}{left}"]
 
 

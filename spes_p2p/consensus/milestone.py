@@ -47,7 +47,7 @@ def earliest_reform(begins: int) -> int:
 
 def may_roll_back(round_number: int, parent: int) -> bool:
     """Return whether the round is one of the last ones to which the commit after round `parent` may go back."""
-    return parent - ROLLBACK_ROUNDS <= round_number < parent
+    return max(0, parent - ROLLBACK_ROUNDS) <= round_number < parent
 
 
 def _message(milestone: Milestone) -> bytes:

@@ -276,5 +276,7 @@ def _whole_seconds(timeout_s: float) -> int:
 
 def _explain(whom: str, message: str) -> Exception:
     if "protocols not supported" in message:
-        return Refused(Code.UNKNOWN_METHOD, f"{whom} does not serve this: {message}")
-    return PeerUnreachable(f"{whom}: {' '.join(message.split())}")
+        return Refused(Code.UNKNOWN_METHOD, f"{whom} does not serve this")
+    words = " ".join(message.split())
+    _, is_dialling, causes = words.partition("all dials failed")  # after a chain of errors with the peer's id in each
+    return PeerUnreachable(f"{whom} cannot be dialled:{causes.replace(' * ', ' ')}" if is_dialling else f"{whom}: {words}")

@@ -246,8 +246,8 @@ def troubles(swarm: SwarmStatus) -> list[str]:
     elif swarm.electors_missing and not swarm.done:
         missing = ", ".join(short_peer(peer) for peer in swarm.electors_missing)
         wait = "; rounds wait until a majority is back or the swarm reforms" if swarm.majority_missing else ""
-        found.append(f"{len(swarm.electors_missing)} of {len(swarm.electorate)} electors do not answer ({missing}){wait}")
+        silent = f"{len(swarm.electors_missing)} of {counted(len(swarm.electorate), 'elector')}"
+        found.append(f"no answer from {silent} ({missing}){wait}")
     if swarm.failures:
-        counted = ", ".join(f"{reason} {count}" for reason, count in swarm.failures.items())
-        found.append(f"failed attempts: {counted}")
+        found.append(f"failed attempts: {', '.join(f'{reason} {count}' for reason, count in swarm.failures.items())}")
     return found

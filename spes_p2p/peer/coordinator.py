@@ -93,7 +93,7 @@ class Coordination:
         self.failed = True
         for future in (self._plan, self._decided):
             if not future.done():
-                future.set_exception(Refused(code, f"attempt failed: {reason}"))
+                future.set_exception(Refused(code, reason if code is Code.LEAVING else f"attempt failed: {reason}"))
                 future.exception()
 
     async def serve(self, stream: Stream, signed: Signed) -> None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 import statistics
 
-from spes_p2p.consensus.control import is_stopped
 from spes_p2p.peer.node import Node
 from spes_p2p.peer.replica import Replica
 from spes_p2p.peer.reporter import EventReporter
 from spes_p2p.rounds.held_out import evaluators
+from spes_p2p.rounds.schedule import is_over
 
 
 def has_last_base(node: Node, replica: Replica) -> bool:
@@ -18,9 +18,9 @@ def has_last_base(node: Node, replica: Replica) -> bool:
     An order that adds steps counts from its arrival on: the next round applies it.
     """
     commit = node.log.last
-    schedules = (node.rules.training(control, commit.round + 1) for control in (commit.control, node.controls.newest))
-    is_over = all(commit.step >= each.total_steps for each in schedules) or is_stopped(commit.control)
-    return is_over and replica.has_base and replica.base.commit == commit.id
+    records = (commit.control, node.controls.newest)
+    ends = all(is_over(commit, node.campaign.config, record) for record in records)
+    return ends and replica.has_base and replica.base.commit == commit.id
 
 
 class Evaluation:

@@ -26,6 +26,12 @@ def scheduled(config: CampaignConfig, control: Control | None, round_number: int
     return config
 
 
+def is_over(commit: Commit, config: CampaignConfig, control: Control | None) -> bool:
+    """Return whether no round follows this commit under this record: it has the last step, or stopped the campaign."""
+    total_steps = scheduled(config, control, commit.round + 1).training.total_steps
+    return commit.step >= total_steps or is_stopped(commit.control)
+
+
 def last_round(commit: Commit, config: CampaignConfig) -> tuple[TrainingConfig, int]:
     """Return the settings of the phase after this commit, and the number of the campaign's last round as far as it is known.
 

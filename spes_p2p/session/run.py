@@ -127,7 +127,7 @@ async def _live_as_bootstrap(
             node, layout, None, NOTHING_TO_TRAIN, observers.all, observers.status,
             str(settings.run_dir), Archive(settings.archive_every, settings.archive_keep),
         )
-        call_on_signals(helper.leave, LEAVING)
+        call_on_signals(helper.leave, "leaving")
         around = (evaluations.run(observers.all), keep_checking(shelf, world.run_blocking, world.rng))
         async with sharing_history(node, observers.history), beside(*around):
             on_address(net.transport.addresses[0])
