@@ -125,10 +125,14 @@ def test_names_of_own_tasks_and_of_all_in_spes_are_known(tasks: Path) -> None:
 
 
 @pytest.mark.long
-def test_card_of_an_export_gets_the_groups_results_once_a_command(checkpoint: Path, tasks: Path, tmp_path: Path) -> None:
+def test_card_of_an_export_gets_the_groups_results_once_a_command(
+    checkpoint: Path, tasks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     model = Path(shutil.copytree(checkpoint, tmp_path / "model"))
     (model / "README.md").write_text("# a model\n\n## Use\n\ntext\n")
+    monkeypatch.chdir(tmp_path)
     results = evaluate(model, {"nature": 1}, include_path=tasks, dtype="bf16")
+    assert "git" not in capfd.readouterr().err
     write_into_card(model, results, "nature:1", tasks, None, "8")
     assert (model / "README.md").read_text() == "# a model\n\n## Use\n\ntext\n"
     (model / "spes_p2p.json").write_text("{}")

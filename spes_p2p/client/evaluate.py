@@ -49,8 +49,10 @@ def evaluate(
     with _offline() if local else contextlib.nullcontext(), _quiet():
         loaded = _load_tasks(manager, tasks)
         model = _load_model(model_dir, device, batch_size, dtype)
-        import lm_eval
+        import lm_eval.evaluator
 
+        # git writes to the terminal where this folder is in no repository; and the user's commit says nothing of a model.
+        lm_eval.evaluator.get_git_commit_hash = lambda: None
         try:
             outcome = lm_eval.simple_evaluate(model=model, tasks=loaded, limit=limit, task_manager=manager, log_samples=False)
         except (AssertionError, ValueError) as error:
