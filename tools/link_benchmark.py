@@ -9,15 +9,12 @@ carried.
 `regions`: two sites of eight peers with a slow line between. It counts the bytes that cross the line each way in each round, on
 the wire, beside one copy of what must cross: the mean of the shared weights, and half of the experts.
 
-`predicted`: 24 peers, a third of them with half the bandwidth, and the simulator's rounds with the same lines and campaign.
-
 Trainers take a fixed time per phase and no CPU, as on a GPU. Means over each peer's measured rounds, medians of the peers.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import statistics
 import subprocess
@@ -29,20 +26,14 @@ from pathlib import Path
 from typing import Any
 
 from round_benchmark import Process, command_of, end_all, end_on_signals
-from round_contenders import EXPERTS, Report, our_campaign, our_layout, tensor_sizes
+from round_contenders import EXPERTS, Report, tensor_sizes
 
-from spes_p2p.campaign.genesis import save_base_0
-from spes_p2p.observe.events import Event, Observer, RoundCommitted
 from spes_p2p.rounds.codecs import CODECS
-from spes_p2p.testing.memory_network import MemoryNetwork
-from spes_p2p.testing.memory_store import MemoryStore
 from spes_p2p.testing.simulate.namespaces import Namespaces, why_unavailable
-from spes_p2p.testing.simulate.swarm import Recorder, VirtualSwarm, simulate
 
 PROGRAM = Path(__file__).with_name("link_member.py")
-CASES = ("overlap", "even", "uneven", "regions", "predicted")
-SITE, MANY = 8, 24
-MANY_PHASE_S, MANY_LATENCY_S = 2.0, 0.02
+CASES = ("overlap", "even", "uneven", "regions")
+SITE = 8
 UNEVEN_SHARE, UNEVEN_LATENCY_S = 0.2, 0.05
 
 
@@ -60,8 +51,6 @@ def main() -> int:
     parser.add_argument("--region-megabytes", type=int, default=60, help="fp32 state in `regions` (default 60)")
     parser.add_argument("--region-mbit", type=float, nargs=2, default=(100.0, 5.0), metavar=("INSIDE", "BETWEEN"),
                         help="bandwidth of each peer and of the line between the sites in `regions` (default 100 5)")
-    parser.add_argument("--many-megabytes", type=int, default=20, help="fp32 state in `predicted` (default 20)")
-    parser.add_argument("--many-mbit", type=float, default=4.0, help="bandwidth in `predicted` (default 4)")
     parser.add_argument("--folder", type=Path, default=Path("/dev/shm"), help="where run-dirs are made and removed")
     arguments = parser.parse_args()
     why = why_unavailable()
@@ -76,8 +65,6 @@ def main() -> int:
             report[case] = line_case(arguments, case == "uneven")
     if "regions" in arguments.only:
         report["regions"] = regions_case(arguments)
-    if "predicted" in arguments.only:
-        report["predicted"] = predicted_case(arguments)
     text = json.dumps(report, indent=2)
     print(text)
     if arguments.json is not None:
@@ -151,56 +138,6 @@ def regions_case(arguments: argparse.Namespace) -> Report:
     one_copy = codec.encoded_bytes(shared) + EXPERTS // 2 * codec.encoded_bytes(expert)
     return {"mbit": arguments.region_mbit, "megabytes": arguments.region_megabytes, "one_copy_megabytes": one_copy / 1e6,
             "rounds": rounds}
-
-
-def predicted_case(arguments: argparse.Namespace) -> Report:
-    """Measure the rounds of many peers, and simulate the same swarm, whose computing takes no time."""
-    lines = {f"peer-{i}": arguments.many_mbit / (2 if i % 3 == 2 else 1) for i in range(MANY)}
-    spec = {
-        "elements": arguments.many_megabytes * 10**6 // 4, "phase_s": MANY_PHASE_S, "owned": 1, "codec": arguments.codec,
-        "sync": {"min_peers": MANY}, "latency_s": MANY_LATENCY_S,
-    }
-    predicted = simulated(spec, lines, WARM_UP + arguments.rounds)
-    print(f"predicted: {predicted}", file=sys.stderr)
-    rounds = run(spec, lines, arguments)
-    found = summary(rounds, lines, MANY_PHASE_S)
-    print(f"real: {found}", file=sys.stderr)
-    return {
-        "megabytes": arguments.many_megabytes, "mbit": list(lines.values()), "phase_s": MANY_PHASE_S,
-        "predicted_seconds_per_round": predicted, "seconds_per_round": found["seconds_per_round"],
-        "predicted_over_real": round(predicted / found["seconds_per_round"], 3), "real": found,
-    }
-
-
-def simulated(spec: Report, lines: Mapping[str, float], last: int) -> float:
-    """Return the virtual seconds of a round, from round WARM_UP to `last`: median of the peers' means, as `summary`."""
-    committed: dict[tuple[str, int], float] = {}
-
-    def timed(name: str, recorder: Recorder) -> Observer:
-        def observe(event: Event) -> None:
-            if isinstance(event, RoundCommitted):
-                committed[name, event.round] = asyncio.get_running_loop().time()
-
-        return observe
-
-    async def main() -> None:
-        network = MemoryNetwork(latency_s=spec["latency_s"])
-        swarm = VirtualSwarm(
-            our_campaign(spec), network=network, layout=our_layout(spec["elements"]), seconds_per_step=spec["phase_s"],
-            make_observer=timed,
-        )
-        for name in (swarm.bootstrap, *lines):
-            rate = 1e6 / 8 * lines.get(name, max(lines.values()))
-            network.set_bandwidth(name, rate, rate)
-        swarm.start_bootstrap()
-        for name in lines:
-            save_base_0(swarm.stores.setdefault(name, MemoryStore()), swarm.genesis, swarm.base0)
-            swarm.start(name, experts=spec["owned"])
-        await swarm.until_round(last, timeout_s=1e6)
-
-    simulate(main, limit_s=1e6)
-    return round(statistics.median(
-        (committed[name, last] - committed[name, WARM_UP]) / (last - WARM_UP) for name in lines), 3)
 
 
 WARM_UP = 5
