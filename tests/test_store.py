@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from spes_p2p.errors import UserError
+from spes_p2p.storage.files import write_whole
 from spes_p2p.storage.interfaces import Store
 from spes_p2p.storage.store import DirectoryStore
 from spes_p2p.testing.memory_store import MemoryStore
@@ -419,3 +420,24 @@ def test_a_room_for_which_the_disk_has_no_space_costs_one_line(tmp_path: Path, m
         DirectoryStore(tmp_path).scratch("update", 1000)
     assert "\n" not in str(caught.value)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_whole_file_replaces_no_device_and_leaves_nothing_of_a_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pipe, page = tmp_path / "pipe", tmp_path / "page"
+    os.mkfifo(pipe)
+    with pytest.raises(UserError, match="pipe: is no regular file"):
+        write_whole(pipe, b"new")
+    assert pipe.is_fifo()
+    page.write_bytes(b"old")
+
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left") as failed:
+        write_whole(page, b"new")
+    assert failed.value.filename == str(page)
+    assert sorted(tmp_path.iterdir()) == [page, pipe]
+    assert page.read_bytes() == b"old"

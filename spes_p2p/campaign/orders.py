@@ -45,6 +45,8 @@ class CampaignView:
         return self.step >= scheduled(self.config, self.newest, self.round + 1).training.total_steps
 
 
+MAX_DIGITS = 12
+"""Of a round in an order."""
 MakeControl = Callable[[CampaignView], Control]
 """Returns the unsigned record of an order. Raises UserError if the order does not apply."""
 
@@ -84,28 +86,38 @@ def _parse_other(name: str, rest: Sequence[str]) -> MakeControl:
 
 
 def _parse_rollback(words: Sequence[str]) -> MakeControl:
-    if len(words) != 1 or not words[0].isdecimal():
+    if len(words) != 1 or not _is_number(words[0]):
         raise UserError("control rollback: give the round to return to: rollback 40")
     return partial(rollback, int(words[0]))
 
 
 def _parse_schedule(words: Sequence[str]) -> MakeControl:
-    if len(words) < 2 or not words[0].isdecimal():
+    if len(words) < 2 or not _is_number(words[0]):
         raise UserError("control schedule: give a round and the settings from that round on: schedule 40 learning_rate=1e-4")
     fields = {}
     for word in words[1:]:
         name, _, value = word.partition("=")
         try:
-            fields[name] = json.loads(value)
-        except ValueError:
-            raise UserError(f"control schedule: {word!r} is not NAME=NUMBER, such as learning_rate=1e-4") from None
+            number = json.loads(value)
+            if not name.isidentifier():
+                raise ValueError(name)
+        except (ValueError, RecursionError):
+            raise UserError(f"control schedule: {word[:80]!r} is not NAME=NUMBER, such as learning_rate=1e-4") from None
+        if name in fields:
+            raise UserError(f"control schedule: {name} is given twice")
+        fields[name] = number
     return partial(schedule, Change(int(words[0]), json.dumps(fields, sort_keys=True, separators=(",", ":"))))
 
 
 def _parse_require(words: Sequence[str]) -> MakeControl:
-    if len(words) != 3 or words[1] != "from" or not (words[0] + words[2]).isdecimal():
+    if len(words) != 3 or words[1] != "from" or not (_is_number(words[0]) and _is_number(words[2])):
         raise UserError("control require: give a protocol version and the first round that needs it: require 11 from 200")
     return partial(require, Requirement(int(words[0]), int(words[2])))
+
+
+def _is_number(word: str) -> bool:
+    """Return whether this is a round or a version: no message holds a larger one."""
+    return word.isdecimal() and len(word) <= MAX_DIGITS
 
 
 def _parse_peer(name: str, words: Sequence[str]) -> MakeControl:
@@ -154,12 +166,12 @@ def schedule(change: Change, view: CampaignView) -> Control:
 
 def _steps_before(round_number: int, view: CampaignView) -> int:
     """Return the campaign steps in the base before this round, if all rounds until then have work."""
-    step = view.step
-    for coming in range(view.round + 1, round_number):
-        training = scheduled(view.config, view.newest, coming).training
-        if step >= training.total_steps:
-            break
-        step = min(step + training.sync_steps, training.total_steps)
+    step, number = view.step, view.round + 1
+    changes = () if view.newest is None else view.newest.changes
+    for mark in sorted({round_number, *(each.round for each in changes if number < each.round < round_number)}):
+        training = scheduled(view.config, view.newest, number).training
+        step = max(step, min(step + (mark - number) * training.sync_steps, training.total_steps))
+        number = mark
     return step
 
 

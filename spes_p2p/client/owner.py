@@ -50,7 +50,7 @@ def owner_key(path: Path) -> RSAIdentity:
     """Read the owner's key. Raises UserError."""
     advice = "give the identity.key of the bootstrap peer that started the campaign"
     if not path.is_file():
-        raise UserError(f"--key {path}: no such file; {advice}")
+        raise UserError(f"--key {path}: {'is no regular' if path.exists() else 'no such'} file; {advice}")
     try:
         return RSAIdentity(path)
     except UserError:

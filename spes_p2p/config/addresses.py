@@ -16,8 +16,8 @@ EXAMPLE_LISTEN = "/ip4/0.0.0.0/tcp/31337"
 
 _TRANSPORT = re.compile(r"/(ip4|ip6|dns|dns4|dns6)/([0-9A-Za-z.:-]+)/tcp/([0-9]{1,5})")
 _PEER = re.compile(r"/p2p/([^/]*)\Z")
-_PEER_ID = re.compile(r"[1-9A-HJ-NP-Za-km-z]{46,52}")
-"""A hash of a public key, or a short public key itself, in base58."""
+_PEER_ID = re.compile(r"(?:Qm[1-9A-HJ-NP-Za-km-z]{44}|1[1-9A-HJ-NP-Za-km-z]{45,51})")
+"""A SHA-256 of a public key, or a short public key itself, in base58."""
 _PATH = re.compile(rf"(/p2p/{_PEER_ID.pattern}/p2p-circuit)?/p2p/{_PEER_ID.pattern}")
 """All that may follow the transport: the peer, or a relay and the peer."""
 

@@ -61,7 +61,7 @@ class TrainingConfig(Section):
     batch_size: Positive = Field(description="Samples per local step of one peer.")
     micro_batch_size: Positive | None = Field(
         None, description="Samples per forward pass; a step accumulates gradients over them. Default: batch_size.")
-    total_steps: Positive = Field(description="Length of the campaign and of its schedule, in campaign steps.")
+    total_steps: Positive = Field(le=10**12, description="Length of the campaign and of its schedule, in campaign steps.")
     sync_steps: Positive = Field(description="Campaign steps between two rounds.")
     optimizer: Literal["adamw", "muon"] = Field(
         "adamw", description="Optimizer of the local steps. muon: Muon for the matrices of attention and experts, at the same "

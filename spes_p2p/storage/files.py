@@ -19,12 +19,21 @@ def require_writable(folder: Path) -> None:
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Write a file atomically and durably: to a temporary name, fsync, rename."""
+    """Write a file atomically and durably: to a temporary name, fsync, rename.
+
+    Raises UserError where there is something other than a file. An OSError names the file, and nothing is left of it.
+    """
+    if path.exists() and not path.is_file():
+        raise UserError(f"{path}: is no regular file; name a file")
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f"{path.name}.partial")
     partial.unlink(missing_ok=True)
-    with partial.open("xb") as file:  # never through a link that somebody put there
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
+    try:
+        with partial.open("xb") as file:  # never through a link that somebody put there
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise OSError(error.errno, error.strerror, str(path)) from None
