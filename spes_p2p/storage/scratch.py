@@ -31,7 +31,7 @@ def file_scratch(folder: Path, name: str, elements: int) -> np.ndarray:
             os.posix_fallocate(file.fileno(), 0, 4 * elements)
             return np.frombuffer(mmap.mmap(file.fileno(), 4 * elements), np.float32)
     except OSError as error:
-        raise UserError(f"{folder}: no room for {4 * elements / 1e9:.1f} GB ({error.strerror}); choose another disk") from None
+        raise UserError(f"{folder}: cannot hold {4e-6 * elements:.1f} MB ({error.strerror}); choose another folder") from None
 
 
 def scratch_arrays(scratch: Scratch, name: str, sizes: Mapping[K, int]) -> dict[K, np.ndarray]:

@@ -19,6 +19,7 @@ from spes_p2p.config.section import Section
 from spes_p2p.config.types import Count, Fraction, NonNegative, Positive, PositiveNumber, Text, checked
 from spes_p2p.config.yaml_file import YamlFile, read_yaml_mapping
 from spes_p2p.errors import UserError
+from spes_p2p.messages.fields import MAX_MEMBERS
 from spes_p2p.testing.attacks.kinds import ATTACKS, AttackKind
 from spes_p2p.testing.attacks.kinds import KINDS as ATTACK_KINDS
 from spes_p2p.testing.simulate.faults import KINDS, Corruption, Fault, Kind
@@ -112,7 +113,8 @@ class FaultSettings(Section):
 class ScenarioSettings(Section):
     """A scenario file."""
 
-    peers: Positive = Field(5, description="Trainers at the start: peer-0, peer-1, ... The bootstrap peer is not counted.")
+    peers: Positive = Field(
+        5, le=MAX_MEMBERS, description="Trainers at the start: peer-0, peer-1, ... The bootstrap peer is not counted.")
     rounds: Positive = Field(50, description="Rounds with faults.")
     fault_rate: Fraction = Field(0.0, description="Probability of a random fault in each round.")
     kinds: tuple[Kind, ...] = Field(get_args(Kind), description="Kinds of the random faults.")
