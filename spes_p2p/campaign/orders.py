@@ -17,6 +17,9 @@ from spes_p2p.messages.fields import MAX_BANNED
 from spes_p2p.messages.methods import PROTOCOL_VERSION
 from spes_p2p.rounds.schedule import changed, scheduled
 
+MAX_DIGITS = 12
+"""Of a round in an order."""
+
 
 @dataclass(frozen=True)
 class CampaignView:
@@ -45,8 +48,6 @@ class CampaignView:
         return self.step >= scheduled(self.config, self.newest, self.round + 1).training.total_steps
 
 
-MAX_DIGITS = 12
-"""Of a round in an order."""
 MakeControl = Callable[[CampaignView], Control]
 """Returns the unsigned record of an order. Raises UserError if the order does not apply."""
 

@@ -238,9 +238,8 @@ class _Download:
                 return request
             self._dropped.add(donor.name)
             level = logging.WARNING if isinstance(error, WireError | BadPiece) else logging.INFO
-            is_usual = isinstance(error, Refused) and error.code is Code.NOT_HERE  # of a peer that keeps a part of the text
-            if is_usual or isinstance(error, PeerUnreachable):  # or of one that left
-                level = logging.DEBUG
+            if isinstance(error, PeerUnreachable) or (isinstance(error, Refused) and error.code is Code.NOT_HERE):
+                level = logging.DEBUG  # as usual for a peer that left, or that keeps a part of the text
             logger.log(level, "donor %s dropped: %s", donor.name[-6:], error)
         finally:
             self._requests.discard(request)

@@ -53,7 +53,7 @@ class Evaluations:
             return
         if self._due.is_set() and not self._has_skipped:
             self._has_skipped = True
-            logger.info("round %d: no %s while those of an earlier round go on", event.round, " and ".join(self._kinds))
+            logger.info("round %d is left out: %s still goes on for an earlier one", event.round, " and ".join(self._kinds))
         self._due.set()
 
     async def run(self, observer: Observer) -> None:
