@@ -96,11 +96,29 @@ def test_a_trainer_says_each_round_in_one_line_with_its_use_of_a_device_of_known
     assert "trained 10.0 s · " in without
 
 
+def test_a_trainer_that_did_not_train_says_no_speed(log: pytest.LogCaptureFixture) -> None:
+    trainer = console_of(Clock(), "peer-aaaaaa", "trainer")
+    trainer(PhaseTrained(1, 20, 1000, 4.5, 0.0, 10.0, 0))
+    trainer(commit(1, seconds={"train": 10.0, "announce": 2.0}))
+    trainer(commit(2, seconds={"announce": 2.0}))
+    trained, idle = log.messages
+    assert "tokens/s" in trained
+    assert "tokens/s" not in idle
+    assert "trained nothing" in idle
+
+
 def test_a_helper_says_who_comes_and_who_goes(log: pytest.LogCaptureFixture) -> None:
     helper = console_of(Clock(), "helper", "helper")
     for living in (("helper",), ("helper",), ("helper", "peer-aaaaaa", "peer-bbbbbb"), ("helper", "peer-bbbbbb")):
         helper(PeersSeen(len(living) - 1, 1, living, ELECTORS))
     assert log.messages == ["aaaaaa joined, bbbbbb joined · 2 trainers", "aaaaaa left · 1 trainer"]
+
+
+def test_a_helper_that_starts_says_who_is_there_already(log: pytest.LogCaptureFixture) -> None:
+    helper = console_of(Clock(), "helper", "helper")
+    for living in (("helper", "peer-aaaaaa"), ("helper", "peer-aaaaaa", "peer-bbbbbb")):
+        helper(PeersSeen(len(living) - 1, 1, living, ELECTORS))
+    assert log.messages == ["aaaaaa is here · 1 trainer", "bbbbbb joined · 2 trainers"]
 
 
 def test_a_trainer_does_not_repeat_who_is_there(log: pytest.LogCaptureFixture) -> None:

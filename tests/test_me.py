@@ -13,6 +13,7 @@ from synthetic_swarm import synthetic_swarm
 
 from spes_p2p.client.me import look_at, own_share, render
 from spes_p2p.errors import UserError
+from spes_p2p.messages.presence import Contribution
 from spes_p2p.observe.events import BaseRestored, Controlled, Event, PhaseTrained, RoundCommitted
 from spes_p2p.observe.history import Entry
 from spes_p2p.session.own_state import OwnState, StateFile
@@ -86,6 +87,13 @@ def test_a_restart_counts_no_round_twice() -> None:
     events = [committed(1, 300, 700), restored(0, "disk"), committed(1, 300, 700), restored(1, "disk")]
     share = own_share(journal(*events), ME, 20, RUNNING, now=0.0)
     assert (share.tokens, share.rounds, share.experts) == (300, 1, (0, 2))
+
+
+def test_rounds_that_the_journal_has_lost_count_by_the_records_of_others() -> None:
+    record = replace(synthetic_swarm(1, 2, 2).records[-1], round=1, contributions=(Contribution(ME, 300, 20), Contribution(OTHER, 700, 10)))
+    entries = [(100.0, record), (101.0, committed(2, 200, 800)), (102.0, record), (103.0, replace(record, round=2))]
+    share = own_share(entries, ME, 20, RUNNING, now=0.0)
+    assert (share.tokens, share.rounds, share.expert_steps) == (500, 2, 40)
 
 
 def test_hours_are_those_of_training_steps() -> None:

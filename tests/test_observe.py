@@ -219,11 +219,18 @@ def test_a_damaged_line_is_named_and_costs_only_itself(
     good = b'{"time":1,"event":"Evaluated","round":1,"validation_loss":2.0}'
     (tmp_path / HISTORY_FILE).write_bytes(b"\n".join([good, line, good, b""]))
     assert read_history(tmp_path) == 2 * [Entry(1.0, Evaluated(1, 2.0))]
-    assert "history.jsonl, line 2: damaged" in caplog.text
+    assert "history.jsonl: 1 damaged line skipped, the first is line 2" in caplog.text
 
 
 def test_missing_history_is_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"history\.jsonl: cannot read the history"):
+        read_history(tmp_path)
+
+
+def test_a_folder_in_place_of_a_part_is_named(tmp_path: Path) -> None:
+    (tmp_path / HISTORY_FILE).touch()
+    (tmp_path / "history-000001.jsonl").mkdir()
+    with pytest.raises(UserError, match=r"history-000001\.jsonl: cannot read the history"):
         read_history(tmp_path)
 
 

@@ -1,7 +1,7 @@
 """`spes-p2p me`: what the trainer with a run-dir has contributed.
 
 Tokens, rounds and experts are those of certified commits that the trainer applied, as it wrote them down; what nobody else
-vouches for, its hours, is called its own.
+vouches for, its hours, is called its own. Rounds that its journal has lost count by the records that it took over from others.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -17,10 +17,11 @@ from pathlib import Path
 from spes_p2p.campaign.files import read_run_dir
 from spes_p2p.client.worth import Worth, worth_of
 from spes_p2p.errors import UserError
+from spes_p2p.messages.presence import RoundRecord
 from spes_p2p.net.identity import RSAIdentity
 from spes_p2p.observe.contributed import Contributed
-from spes_p2p.observe.events import BaseRestored, Controlled, RoundCommitted
-from spes_p2p.observe.history import HISTORY_FILE, Entry, read_history
+from spes_p2p.observe.events import BaseRestored, Controlled, Event, RoundCommitted
+from spes_p2p.observe.history import HISTORY_FILE, read_journal
 from spes_p2p.observe.units import human_count, human_indices, human_loss, human_seconds, short_peer
 from spes_p2p.session.own_state import STATE_FILE, OwnState, read_own_state
 
@@ -62,21 +63,24 @@ class OwnShare:
 
 
 def own_share(
-    entries: Sequence[Entry], peer_id: str, planned_rounds: int, state: OwnState | None, now: float
+    entries: Iterable[tuple[float, Event | RoundRecord]], peer_id: str, planned_rounds: int, state: OwnState | None, now: float
 ) -> OwnShare:
-    """Sum a trainer's journal. `planned_rounds`: of the campaign, unless its owner changed them. `now`: Unix time."""
+    """Sum a trainer's journal, with the Unix time of each entry; `now` is one, too.
+
+    `planned_rounds`: of the campaign, unless its owner changed them.
+    """
     commit_times: dict[int, float] = {}
     base: RoundCommitted | BaseRestored | None = None
     owners: tuple[tuple[str, ...], ...] = ()
     total_rounds, own, campaign_state = planned_rounds, Contributed(peer_id), "running"
-    for entry in entries:
-        own.see(entry.event)
-        if isinstance(entry.event, Controlled):
-            campaign_state = entry.event.state
-        if isinstance(entry.event, RoundCommitted):
-            commit_times[entry.event.round] = entry.time
-        if isinstance(entry.event, RoundCommitted | BaseRestored):
-            base = entry.event
+    for at, entry in entries:
+        own.see(entry)
+        if isinstance(entry, Controlled):
+            campaign_state = entry.state
+        if isinstance(entry, RoundCommitted):
+            commit_times[entry.round] = at
+        if isinstance(entry, RoundCommitted | BaseRestored):
+            base = entry
             total_rounds, owners = base.total_rounds or total_rounds, base.owners or owners
     is_running = state is not None and state.state == "running"
     goes_on = is_running and campaign_state == "running"
@@ -118,8 +122,8 @@ def look_at(run_dir: Path, identity: Path) -> OwnShare:
     if not identity.exists():
         raise UserError(f"{identity}: no such file; give the --identity with which the trainer joined")
     peer_id, planned = RSAIdentity(identity).peer_id, known[0].campaign.config.total_rounds
-    history = read_history(run_dir) if (run_dir / HISTORY_FILE).exists() else []
-    return own_share(history, peer_id, planned, read_own_state(run_dir), time.time())
+    journal = read_journal(run_dir) if (run_dir / HISTORY_FILE).exists() else []
+    return own_share(journal, peer_id, planned, read_own_state(run_dir), time.time())
 
 
 def look_at_worth(run_dir: Path, identity: Path, data_dirs: Sequence[Path]) -> OwnShare:

@@ -22,7 +22,7 @@ from spes_p2p.client.model_card import Origin, origin_of, task_metrics
 from spes_p2p.errors import UserError
 from spes_p2p.messages.presence import RoundRecord
 from spes_p2p.observe.events import Controlled, Event, RoundCommitted, TasksEvaluated
-from spes_p2p.observe.history import HISTORY_FILE, read_history, read_rounds
+from spes_p2p.observe.history import HISTORY_FILE, read_rounds
 from spes_p2p.observe.units import counted, human_bytes, human_count, human_loss, human_scores, human_seconds
 from spes_p2p.session.run_dir import ADDRESS_FILE
 
@@ -37,16 +37,16 @@ def make_report(run_dir: Path, evaluations: Iterable[Path] = ()) -> str:
     if known is None:
         raise UserError(f"{run_dir}: not a peer's run-dir (it contains no campaign); give that of a trainer or bootstrap peer")
     try:
-        records = read_rounds(run_dir).records
+        seen = list[Event | RoundRecord]()
+        records = read_rounds(run_dir, on_entry=seen.append).records
     except OSError as error:
-        raise UserError(f"{run_dir / HISTORY_FILE}: cannot be read ({error.strerror})") from None
+        raise UserError(f"{error.filename or run_dir / HISTORY_FILE}: cannot be read ({error.strerror})") from None
     if not records or records[-1].round < 1:
         raise UserError(f"{run_dir}: no round with training yet; wait for one")
     from spes_p2p.client.report_plots import plots  # takes seconds
 
     origin = origin_of(known[0].campaign, records[-1].round, records[-1].base_digest, records)
     orders = origin.orders
-    seen = [entry.event for entry in read_history(run_dir)]
     measured = [event for event in seen if isinstance(event, TasksEvaluated)]
     sections = [
         ("Figures", _table((), _figures(origin, records, _course(seen, origin)))),
@@ -64,7 +64,7 @@ def make_report(run_dir: Path, evaluations: Iterable[Path] = ()) -> str:
     return _PAGE.format(title=_text(title), body=body, made=_text(made))
 
 
-def _course(seen: Sequence[Event], origin: Origin) -> str:
+def _course(seen: Sequence[Event | RoundRecord], origin: Origin) -> str:
     """Return how far the campaign is, under the owner's orders that this peer saw."""
     planned, state = origin.campaign.config.total_rounds, ""
     for event in seen:

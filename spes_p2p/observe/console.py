@@ -157,10 +157,11 @@ class RoundLog:
         """Report arrivals and departures, on helpers only."""
         living = frozenset(event.living) - {self._board.status.peer_id}
         before, self._living = self._living, living
-        if self._board.status.role != "helper" or before is None or before == living:
+        if self._board.status.role != "helper" or living == (before or frozenset()):
             return None
-        joined = [f"{short_peer(peer)} joined" for peer in sorted(living - before)]
-        left = [f"{short_peer(peer)} left" for peer in sorted(before - living)]
+        came = "is here" if before is None else "joined"
+        joined = [f"{short_peer(peer)} {came}" for peer in sorted(living - (before or frozenset()))]
+        left = [f"{short_peer(peer)} left" for peer in sorted((before or frozenset()) - living)]
         return f"{', '.join(joined + left)} · {counted(event.trainers, 'trainer')}"
 
     def _still_waiting(self, event: events.PeersSeen) -> str | None:
@@ -207,7 +208,7 @@ class RoundLog:
         parts = [
             self._nth(event.round),
             f"loss {human_loss(event.loss)}",
-            human_rate(status.tokens_per_second) if trains else f"{human_count(event.tokens)} tokens",
+            (human_rate(status.tokens_per_second) if train_s else "") if trains else f"{human_count(event.tokens)} tokens",
             f"experts {human_indices(status.owned)}" if trains else "",
             counted(len(event.members), "trainer"),
             (f"trained {human_seconds(train_s)}{self._utilisation}" if train_s else "trained nothing") if trains else "",

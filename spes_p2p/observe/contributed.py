@@ -1,7 +1,10 @@
-"""What one peer has contributed to the base, summed from its own events."""
+"""What one peer has contributed to the base, summed from its own events, and from others' records of rounds that these lack."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
+from spes_p2p.messages.presence import RoundRecord
 from spes_p2p.observe.events import BaseRestored, Event, PhaseTrained, RoundCommitted
 
 
@@ -30,15 +33,20 @@ class Contributed:
         """Local steps times experts trained in them, in these rounds."""
         return sum(steps for _, steps in self._rounds.values())
 
-    def see(self, event: Event) -> None:
+    def see(self, event: Event | RoundRecord) -> None:
         """Count the event."""
         match event:
             case RoundCommitted():
                 self._rounds.pop(event.round, None)
-                own = [(tokens, steps) for peer, tokens, steps in event.contributions if peer == self._peer_id and tokens]
-                if own:
-                    self._rounds[event.round] = own[0]
+                self._take(event.round, event.contributions)
+            case RoundRecord() if event.round not in self._rounds:
+                self._take(event.round, ((each.peer, each.tokens, each.expert_steps) for each in event.contributions))
             case BaseRestored() if event.source in ("rollback", "reform"):
                 self._rounds = {number: work for number, work in self._rounds.items() if number <= event.round}
             case PhaseTrained():
                 self.trained_s += event.seconds
+
+    def _take(self, number: int, contributions: Iterable[tuple[str, int, int]]) -> None:
+        own = [(tokens, steps) for peer, tokens, steps in contributions if peer == self._peer_id and tokens]
+        if own:
+            self._rounds[number] = own[0]

@@ -18,9 +18,8 @@ import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, Any, NamedTuple, cast
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -28,9 +27,10 @@ from spes_p2p.errors import UserError
 from spes_p2p.messages.presence import RoundRecord
 from spes_p2p.observe import events
 from spes_p2p.observe.contributed import Contributed
-from spes_p2p.observe.events import BaseRestored, Event, Observer, RoundCommitted
+from spes_p2p.observe.events import BaseRestored, Event, RoundCommitted
 from spes_p2p.observe.json_values import to_json
 from spes_p2p.observe.rounds import Rounds
+from spes_p2p.observe.units import counted
 from spes_p2p.storage.files import write_whole
 
 logger = logging.getLogger(__name__)
@@ -46,8 +46,7 @@ KEPT = (BaseRestored, events.PhaseTrained, RoundCommitted, events.Controlled, ev
 _KINDS: dict[str, TypeAdapter[Any]] = {kind.__name__: TypeAdapter(kind) for kind in (*KEPT, RoundRecord)}
 
 
-@dataclass(frozen=True)
-class Entry:
+class Entry(NamedTuple):
     """An event of the peer itself."""
 
     time: float
@@ -89,6 +88,7 @@ class History:
         """Append another peer's records, as far as they add information."""
         for record in records:
             if self.rounds.add(record):
+                self.contributed.see(record)
                 self._append({"event": RoundRecord.__name__, **to_json(record)})
 
     def close(self) -> None:
@@ -126,15 +126,23 @@ class History:
 
 def read_history(path: Path) -> list[Entry]:
     """Return the events of a history file, or of a run-dir's, oldest first. Raises UserError if there is no such file."""
+    return [Entry(at, what) for at, what in read_journal(path) if not isinstance(what, RoundRecord)]
+
+
+def read_journal(path: Path) -> list[tuple[float, Event | RoundRecord]]:
+    """Return what a history file, or a run-dir's, has, with Unix times. Raises UserError if it cannot be read."""
     file = path / HISTORY_FILE if path.is_dir() else path
     try:
-        return [Entry(at, what) for at, what in _lines(file) if not isinstance(what, RoundRecord)]
+        return list(_lines(file))
     except OSError as error:
-        raise UserError(f"{file}: cannot read the history ({error.strerror}); give the --run-dir of a peer") from None
+        name = error.filename or file
+        raise UserError(f"{name}: cannot read the history ({error.strerror}); give the --run-dir of a peer") from None
 
 
-def read_rounds(run_dir: Path, peer_id: str = "", on_event: Observer = lambda event: None) -> Rounds:
-    """Return the round records in a run-dir; none without a history file. `on_event` gets its events. Raises OSError."""
+def read_rounds(
+    run_dir: Path, peer_id: str = "", on_entry: Callable[[Event | RoundRecord], None] = lambda entry: None
+) -> Rounds:
+    """Return the round records in a run-dir; none without a history file. `on_entry` gets all entries. Raises OSError."""
     rounds = Rounds(peer_id)
     with suppress(FileNotFoundError):
         for at, what in _lines(run_dir / HISTORY_FILE):
@@ -142,7 +150,7 @@ def read_rounds(run_dir: Path, peer_id: str = "", on_event: Observer = lambda ev
                 rounds.add(what)
             else:
                 rounds.record(what, at)
-                on_event(what)
+            on_entry(what)
     return rounds
 
 
@@ -186,15 +194,18 @@ def _opened_part(part: Path) -> IO[bytes]:
 
 
 def _entries(file: Path, lines: Iterable[bytes]) -> Iterator[tuple[float, Event | RoundRecord]]:
+    damaged = list[int]()
     for number, line in enumerate(lines, start=1):
         if not line.endswith(b"\n"):
-            return
+            break
         try:
             found = _from_json(json.loads(line))
             if found["event"] in _KINDS:
                 yield float(found["time"]), _KINDS[found["event"]].validate_python(found)
         except (ValueError, KeyError, TypeError, AttributeError, ValidationError):
-            logger.warning("%s, line %d: damaged, skipped", file, number)
+            damaged.append(number)
+    if damaged:
+        logger.warning("%s: %s skipped, the first is line %d", file, counted(len(damaged), "damaged line"), damaged[0])
 
 
 def _parts(run_dir: Path) -> list[Path]:
