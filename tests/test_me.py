@@ -13,7 +13,7 @@ from synthetic_swarm import synthetic_swarm
 
 from spes_p2p.client.me import look_at, own_share, render
 from spes_p2p.errors import UserError
-from spes_p2p.messages.presence import Contribution
+from spes_p2p.messages.presence import Contribution, RoundRecord
 from spes_p2p.observe.events import BaseRestored, Controlled, Event, PhaseTrained, RoundCommitted
 from spes_p2p.observe.history import Entry
 from spes_p2p.session.own_state import OwnState, StateFile
@@ -90,8 +90,10 @@ def test_a_restart_counts_no_round_twice() -> None:
 
 
 def test_rounds_that_the_journal_has_lost_count_by_the_records_of_others() -> None:
-    record = replace(synthetic_swarm(1, 2, 2).records[-1], round=1, contributions=(Contribution(ME, 300, 20), Contribution(OTHER, 700, 10)))
-    entries = [(100.0, record), (101.0, committed(2, 200, 800)), (102.0, record), (103.0, replace(record, round=2))]
+    contributions = Contribution(ME, 300, 20), Contribution(OTHER, 700, 10)
+    record = replace(synthetic_swarm(1, 2, 2).records[-1], round=1, contributions=contributions)
+    told: list[Event | RoundRecord] = [record, committed(2, 200, 800), record, replace(record, round=2)]
+    entries = [(100.0 + number, entry) for number, entry in enumerate(told)]
     share = own_share(entries, ME, 20, RUNNING, now=0.0)
     assert (share.tokens, share.rounds, share.expert_steps) == (500, 2, 40)
 

@@ -5,15 +5,20 @@ from __future__ import annotations
 import asyncio
 import os
 from contextlib import closing
+from dataclasses import replace
 from datetime import datetime, timedelta
 from pathlib import Path
 
 import pytest
+from model_shapes import tiny_campaign
 
 from spes_p2p.config.campaign import make_peer_config
 from spes_p2p.config.quantities import parse_bytes_per_day, parse_hours
+from spes_p2p.data.url_donor import UrlDonor
 from spes_p2p.errors import UserError
+from spes_p2p.model.build import layout_of
 from spes_p2p.observe.events import PAUSE_REASONS
+from spes_p2p.rounds.outer import base_size
 from spes_p2p.session.machine_use import CpuTimes, MachineUse, cpu_of_others, gpu_of_others
 from spes_p2p.session.own_state import order_pause
 from spes_p2p.session.pause_rules import (
@@ -27,6 +32,7 @@ from spes_p2p.session.pause_rules import (
     quota_forecast,
 )
 from spes_p2p.session.pausing import Pauses
+from spes_p2p.session.resources import require_quota, round_bytes
 from spes_p2p.session.traffic import TrafficMeter
 
 GB = 10**9
@@ -162,6 +168,43 @@ def test_it_pauses_before_the_round_that_would_exceed_the_quota() -> None:
     assert "19.0 GB of 20.0 GB" in pause.detail
 
 
+def test_a_round_that_has_begun_within_the_quota_is_ended() -> None:
+    began = Traffic("2026-03-01", round(18.5 * GB), GB, round_began_bytes=18 * GB)
+    for used in (round(18.5 * GB), round(19.9 * GB)):
+        assert over_quota(20 * GB, replace(began, used_bytes=used), NOON) is None
+    assert over_quota(20 * GB, replace(began, used_bytes=20 * GB), NOON) is not None
+    assert over_quota(20 * GB, replace(began, round_began_bytes=19 * GB), NOON) is not None
+    assert over_quota(20 * GB, replace(began, used_bytes=round(19.5 * GB), round_began_bytes=None), NOON) is not None
+
+
+def test_a_quota_that_the_first_day_uses_up_is_refused(tmp_path: Path) -> None:
+    config = tiny_campaign()
+    one_round, base = round_bytes(config, 1), 4 * base_size(layout_of(config.model), config.outer)
+    both = base + one_round
+    for quota, has_base, suffices in (
+        (both, False, True), (both - 1, False, False), (one_round, True, True), (one_round - 1, True, False),
+    ):
+        settings = make_peer_config(run_dir=tmp_path, quota=quota)
+        if suffices:
+            require_quota(settings, config, one_round, has_base)
+        else:
+            with pytest.raises(UserError, match=r"--quota .*/day: does not suffice for .*a round of about .*; give more than"):
+                require_quota(settings, config, one_round, has_base)
+
+
+def test_text_from_urls_counts_and_a_round_is_expected_until_one_was_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    meter = TrafficMeter(tmp_path)
+    meter.expect(GB)
+    meter.follow(os.getpid())
+    before = meter.read(NOON).used_bytes
+    monkeypatch.setattr(UrlDonor, "fetched_bytes", UrlDonor.fetched_bytes + 10**9)
+    assert meter.read(NOON).used_bytes - before == pytest.approx(1.05e9, rel=0.01)
+    assert meter.read(NOON).round_bytes == GB
+    assert "lasts for some 18 rounds" in quota_forecast(20 * GB, Traffic("2026-03-01", 2 * GB, GB), 0.0, NOON).line
+
+
 def test_the_quota_is_new_the_next_day() -> None:
     used = Traffic("2026-03-01", 25 * GB, GB)
     assert over_quota(20 * GB, used, at("23:59")) is not None
@@ -171,7 +214,7 @@ def test_the_quota_is_new_the_next_day() -> None:
 @pytest.mark.parametrize(("used", "rate", "end"), [
     (10 * GB, 9 * GB / 7200, "pauses about 14:00"),
     (10 * GB, 1.0, "that lasts for the day"),
-    (0, 0.0, "0 B of 20.0 GB used today"),
+    (0, 0.0, "0 B of 20.0 GB used today; that lasts for some 20 rounds"),
 ])
 def test_it_says_when_the_quota_will_be_used_up(used: int, rate: float, end: str) -> None:
     assert quota_forecast(20 * GB, Traffic("2026-03-01", used, GB), rate, NOON).line.endswith(end)

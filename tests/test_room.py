@@ -31,6 +31,7 @@ from spes_p2p.model.build import initial_state, layout_of
 from spes_p2p.model.memory import Setup, device_bytes
 from spes_p2p.session.resources import disk_space, require_disk, resources_on
 from spes_p2p.testing.simulate.swarm import VirtualSwarm, campaign, simulate
+from spes_p2p.training.device import bound_memory
 from spes_p2p.training.interface import Phase, PhaseReport
 from spes_p2p.training.options import TrainingOptions
 from spes_p2p.training.trainer import TorchTrainer
@@ -309,6 +310,23 @@ def test_a_trainer_is_refused_where_its_disk_would_be_full_in_a_round_but_not_fo
 
 
 # What is left to others --------------------------------------------------------------------------------------------------
+
+
+def test_torch_may_take_no_more_than_what_the_user_allows(monkeypatch: pytest.MonkeyPatch) -> None:
+    config, device = recipe("1b"), Device("cuda", 20 * GIB, total=24 * GIB)
+    allowed: dict[int | None, dict[str, Any]] = {
+        None: {}, 14 * GIB: {"leave_free": parse_spare("25%", "--leave-free")}, 8 * GIB: {"memory_bytes": 8 * GIB},
+    }
+    for memory_bytes, options in allowed.items():
+        assert resources_on(device, settings(**options), config).options.memory_bytes == memory_bytes
+
+    bounds = list[tuple[float, torch.device]]()
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=24 * GIB))
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda share, device: bounds.append((share, device)))
+    second = torch.device("cuda", 1)
+    for at, memory_bytes in ((second, 6 * GIB), (second, 30 * GIB), (second, None), (torch.device("cpu"), 6 * GIB)):
+        bound_memory(at, memory_bytes)
+    assert bounds == [(0.25, second), (1.0, second)]
 
 
 def test_memory_that_is_left_free_is_left_by_join_and_by_plan_alike() -> None:

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from spes_p2p.data.manifest import TokenFile
 from spes_p2p.data.pieces import PIECE_BYTES
@@ -42,6 +43,9 @@ class _State:
 class UrlDonor:
     """Reads pieces of the token files that have a URL. Thread-safe."""
 
+    fetched_bytes: ClassVar[int] = 0
+    """What this process has read from URLs."""
+
     def __init__(self, clock: Callable[[], float] = time.monotonic, allows_private: bool = False):
         """`allows_private`: read from addresses of this machine and its local network, too."""
         self._clock, self._allows_private = clock, allows_private
@@ -61,6 +65,7 @@ class UrlDonor:
                 return
             for run in _runs(pieces):
                 content = self._read(file, file.url, state, run)
+                UrlDonor.fetched_bytes += len(content)
                 for index in run:
                     start = (index - run.start) * PIECE_BYTES
                     if not keep(index, content[start : start + PIECE_BYTES]):

@@ -11,7 +11,7 @@ from datetime import datetime, time, timedelta
 
 from spes_p2p.config.quantities import Hours
 from spes_p2p.observe.events import QuotaForecast
-from spes_p2p.observe.units import human_bytes
+from spes_p2p.observe.units import human_bytes, human_count
 
 OTHERS_CPU, OTHERS_GPU = 0.2, 0.1
 """Shares of the machine's cores, and of a GPU, above which it is in use by others: a browser that plays a film stays below."""
@@ -90,18 +90,22 @@ class Traffic:
     used_bytes: int
     """On that day."""
     round_bytes: int = 0
-    """The most that one of the last rounds took."""
+    """The most that one of the last rounds took; before the first, what the plan of a round says."""
+    round_began_bytes: int | None = None
+    """What was used on that day when the round under way began; None before the first."""
 
     def on(self, now: datetime) -> Traffic:
         """Return the traffic of the day of `now`."""
         day = now.date().isoformat()
-        return self if day == self.day else Traffic(day, 0, self.round_bytes)
+        began = None if self.round_began_bytes is None else 0
+        return self if day == self.day else Traffic(day, 0, self.round_bytes, began)
 
 
 def over_quota(quota_bytes: int, traffic: Traffic, now: datetime) -> Pause | None:
-    """Return the pause when the day's quota does not suffice for another round."""
+    """Return the pause when the day's quota does not suffice for another round; a round that has begun is ended within it."""
     today = traffic.on(now)
-    if today.used_bytes + today.round_bytes < quota_bytes:
+    before = today.used_bytes if today.round_began_bytes is None else today.round_began_bytes
+    if before + today.round_bytes < quota_bytes and today.used_bytes < quota_bytes:
         return None
     used = f"{human_bytes(today.used_bytes)} of {human_bytes(quota_bytes)}"
     return Pause("quota", f"until midnight: {used} used today, a round takes {human_bytes(today.round_bytes)} (--quota)")
@@ -112,7 +116,9 @@ def quota_forecast(quota_bytes: int, traffic: Traffic, bytes_per_s: float, now: 
     today = traffic.on(now)
     used = f"{human_bytes(today.used_bytes)} of {human_bytes(quota_bytes)} used today"
     if bytes_per_s <= 0:
-        return QuotaForecast(quota_bytes, today.used_bytes, math.nan, used)
+        rounds = (quota_bytes - today.used_bytes) // today.round_bytes if today.round_bytes else 0
+        enough = f"; that lasts for some {human_count(rounds)} rounds" if rounds > 0 else ""
+        return QuotaForecast(quota_bytes, today.used_bytes, math.nan, used + enough)
     left_s = (quota_bytes - today.round_bytes - today.used_bytes) / bytes_per_s
     midnight = datetime.combine(now.date() + timedelta(days=1), time(), now.tzinfo)
     if left_s >= (midnight - now).total_seconds():

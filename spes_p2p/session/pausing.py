@@ -66,6 +66,11 @@ class Pauses:
         if self._meter is not None:
             self._meter.follow(daemon_pid)
 
+    def expect(self, round_bytes: int) -> None:
+        """Reckon with rounds of this size until one was measured."""
+        if self._meter is not None:
+            self._meter.expect(round_bytes)
+
     def observe(self, event: Event) -> None:
         """Observer: learns from rounds what the next one takes of the quota."""
         if self._meter is not None:
@@ -91,6 +96,8 @@ class Pauses:
 
     async def over(self) -> bool:
         """Return True as soon as the trainer may train, False if the process is asked to end before."""
+        if self._meter is not None:
+            self._meter.stop()
         self.pause, shown = await self._look(), None
         if self.pause is None:
             return True

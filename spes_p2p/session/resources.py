@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -13,12 +14,14 @@ from spes_p2p.campaign.files import CampaignFiles
 from spes_p2p.campaign.free_memory import measured
 from spes_p2p.campaign.host_memory import SHARE_FOR_THE_BASE, HostBytes, host_bytes
 from spes_p2p.campaign.plan_table import describe_setup
-from spes_p2p.campaign.planner import disk_bytes
+from spes_p2p.campaign.planner import disk_bytes, round_traffic
 from spes_p2p.campaign.room import Choice, Device, check_ranks, find_room, needed_bytes, smallest
 from spes_p2p.campaign.speed import costs_of
 from spes_p2p.config.campaign import CampaignConfig, PeerConfig
 from spes_p2p.errors import UserError
+from spes_p2p.model.build import layout_of
 from spes_p2p.observe.units import human_bytes
+from spes_p2p.rounds.outer import base_size
 from spes_p2p.training.options import TrainingOptions, check_options
 
 
@@ -83,6 +86,7 @@ def resources_on(device: Device, settings: PeerConfig, config: CampaignConfig) -
         activation_checkpointing=setup.checkpointing,
         compiles=settings.compile == "auto",
         micro_batch_size=setup.micro_batch,
+        memory_bytes=None if settings.leave_free is None and settings.memory_bytes is None else device.memory - device.spare,
     )
     description = f"{describe_setup(setup, experts)}; {costs_of(config, setup)}{doubt}"
     is_auto, all_of_it = settings.base == "auto", host_bytes(config, setup, base_in_memory=True)
@@ -107,6 +111,21 @@ def require_disk(files: CampaignFiles, settings: PeerConfig, resources: Resource
     if free < needed:
         raise UserError(f"{settings.run_dir}: {human_bytes(free)} of disk are free, a trainer of this campaign needs up to "
                         f"{human_bytes(needed)} (spes-p2p plan says what for); free disk space, or choose another --run-dir")
+
+
+def round_bytes(config: CampaignConfig, experts: int) -> int:
+    """Return about what a trainer of so many experts sends and receives in a round of the campaign's first size."""
+    traffic = round_traffic(config, experts, max(2, config.sync.min_peers), math.inf)
+    return traffic.up_bytes + traffic.down_bytes
+
+
+def require_quota(settings: PeerConfig, config: CampaignConfig, round_bytes: int, has_base: bool) -> None:
+    """Raise UserError for a quota that a day's first download uses up: the trainer would never train."""
+    base = 0 if has_base else 4 * base_size(layout_of(config.model), config.outer)
+    if settings.quota is not None and settings.quota < base + round_bytes:
+        first = "" if has_base else f"the model, {human_bytes(base)}, and "
+        raise UserError(f"--quota {human_bytes(settings.quota)}/day: does not suffice for {first}a round of about "
+                        f"{human_bytes(round_bytes)}; give more than {human_bytes(base + round_bytes)}/day, or no quota")
 
 
 def _has_room(device: Device, needed: HostBytes, choice: Choice) -> bool:

@@ -32,6 +32,7 @@ from spes_p2p.peer.announcing import NOTHING_TO_TRAIN, Capacity
 from spes_p2p.peer.leaving import LeaveRequest
 from spes_p2p.peer.life import Peer
 from spes_p2p.rounds.archive import Archive
+from spes_p2p.rounds.base import BASE
 from spes_p2p.session.admission import admitted, keep_invitation
 from spes_p2p.session.apart import run_apart
 from spes_p2p.session.downstream import Evaluations, continue_prompts, evaluate_tasks
@@ -220,7 +221,7 @@ async def _prepare(
     logger.info("found campaign %s; preparing to train", files.campaign.config.name)
     await asyncio.to_thread(import_module, "spes_p2p.training.trainer")  # torch takes seconds, in which streams go on
     from spes_p2p.campaign.free_memory import choose_devices
-    from spes_p2p.session.resources import choose_resources, require_disk
+    from spes_p2p.session.resources import choose_resources, require_disk, require_quota, round_bytes
 
     require_checkpoint(settings, files.campaign.config)
     devices = choose_devices(settings.devices)
@@ -232,6 +233,9 @@ async def _prepare(
     on_joined(files, net.transport.addresses[0])
     store = await asyncio.to_thread(DirectoryStore, settings.run_dir)  # deletes what a dead process left
     await join_with_base_0(first_contact(net), peers, files, genesis, settings, store)
+    expected = round_bytes(files.campaign.config, resources.experts)
+    require_quota(settings, files.campaign.config, expected, BASE in store.names(BASE))
+    pauses.expect(expected)
     logger.info("room for %s", resources.description)
     keep_loaded_objects()
     return _Ready(files, genesis, invitation, devices, resources, shelf, store)

@@ -18,6 +18,13 @@ def selected(device: torch.device) -> torch.cuda.device:
     return torch.cuda.device(device if device.type == "cuda" else -1)
 
 
+def bound_memory(device: torch.device, memory_bytes: int | None) -> None:
+    """Keep torch in this process from taking more of a GPU's memory; None: no bound."""
+    if memory_bytes is not None and device.type == "cuda":
+        total = torch.cuda.get_device_properties(device).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, memory_bytes / total), device)
+
+
 def autocast(device: torch.device) -> torch.autocast:
     """Compute in bfloat16 on a GPU."""
     # Each matrix is used once in a pass, so a cache would only keep the copies that checkpointing drops.

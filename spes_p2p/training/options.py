@@ -29,6 +29,8 @@ class TrainingOptions:
     """Samples per forward pass; default: the campaign's."""
     compiles: bool = True
     """On a GPU, compile what is outside the experts where that agrees and is faster (`compiled.py`)."""
+    memory_bytes: int | None = None
+    """Of each GPU, the most that torch may take; default: all."""
 
 
 def check_options(model: ModelSection, options: TrainingOptions, device: str) -> None:

@@ -26,7 +26,7 @@ from spes_p2p.model.flops import peak_flops, training_flops_per_token
 from spes_p2p.storage.tensor_file import Source
 from spes_p2p.training.batches import Reader, Samples, batches_of, split_samples
 from spes_p2p.training.compiled import TOLERANCE_BF16, forms_of, keep_what_helps, trial_of
-from spes_p2p.training.device import autocast, device_name, selected, sent_to
+from spes_p2p.training.device import autocast, bound_memory, device_name, selected, sent_to
 from spes_p2p.training.documents import Documents, is_crossed
 from spes_p2p.training.flat_model import COPY_ELEMENTS, FlatModel
 from spes_p2p.training.interface import Phase, PhaseReport
@@ -73,6 +73,7 @@ class TorchTrainer(FlatModel):
             raise UserError("training.intra_document_masking = true: unknown here which token ends a document; leave it out")
         self._eos_token_id = eos_token_id if is_masked else None
         self._config, self._samples, self._validation, self._ranks = config, samples, validation, ranks
+        bound_memory(torch.device(device), options.memory_bytes)
         super().__init__(config.model, base, owned, device, options)
         with selected(self.device):
             if is_masked and eos_token_id is not None and is_crossed(self.model.eval(), eos_token_id, self.device):
