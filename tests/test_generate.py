@@ -71,7 +71,10 @@ def test_prompts_and_continuations_are_written_to_a_file(checkpoint: Path, tmp_p
     model = Continuation(checkpoint, "cpu")
     expected = [{"round": None, "prompt": text, "text": written(model, text, 3)} for text in ("The house", "The")]
     assert ended.code == 0
-    assert json.loads(output.read_text()) == {"model": str(checkpoint), "round": None, "continuations": expected}
+    found = {"model": str(checkpoint), "round": None, "continuations": expected}
+    assert json.loads(output.read_text()) == found
+    ended = call("generate", str(checkpoint), "--prompt", "The house", "--prompt", "The", *options, "--json")
+    assert (ended.code, json.loads(ended.stdout)) == (0, found)
 
 
 class Typed(io.StringIO):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
+import sys
+import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -210,6 +212,45 @@ def test_anybody_exports_the_newest_base_with_its_card(endless: LocalPeers, tmp_
 
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint")
     assert all(bool(parameter.isfinite().all()) for parameter in exported.parameters())
+
+
+class Typing:
+    """Two lines that somebody pipes in, the second once there are newer bases than the first found."""
+
+    def __init__(self, swarm: LocalPeers):
+        self._swarm, self._lines = swarm, 0
+
+    def isatty(self) -> bool:
+        return False
+
+    def readline(self) -> str:
+        self._lines += 1
+        if self._lines == 2:
+            self._swarm.wait_for_round(self._swarm.newest_round() + 3, 60)
+            time.sleep(10)  # to download and load one of them
+        return "the\n" if self._lines <= 2 else ""
+
+
+def test_anybody_talks_to_the_newest_base_and_to_those_that_follow(
+    endless: LocalPeers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from spes_p2p.client import generate
+
+    address, options = endless["bootstrap"].address, ("--max-new-tokens", "4", "--json")
+    asked = call("generate", "--from", address, "--prompt", "the", *options)
+    assert asked.code == 0, asked.stderr
+    first = json.loads(asked.stdout)
+    assert first["round"] <= endless.newest_round()
+    assert [(each["round"], each["prompt"]) for each in first["continuations"]] == [(first["round"], "the")]
+    assert f"base of round {first['round']}" in asked.stderr
+
+    monkeypatch.setattr(generate, "LOOK_EVERY_S", 0.5)
+    monkeypatch.setattr(sys, "stdin", Typing(endless))
+    followed = call("generate", "--from", address, "--follow", *options)
+    assert followed.code == 0, followed.stderr
+    before, after = (each["round"] for each in json.loads(followed.stdout)["continuations"])
+    assert first["round"] <= before < after <= endless.newest_round()
+    assert f"base of round {after}" in followed.stderr
 
 
 @pytest.mark.slow

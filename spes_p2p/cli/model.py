@@ -109,6 +109,7 @@ def generate(
     follow: Annotated[bool, typer.Option(
         "--follow", help="With --from: change to each newer base as it comes, between two prompts.")] = False,
     output: Annotated[Path | None, typer.Option(help="Also write prompts and continuations to this JSON file.")] = None,
+    as_json: options.AsJson = False,
 ) -> None:
     """Continue text with a checkpoint, the base of a run-dir, or the newest base of a running swarm."""
     from spes_p2p.client.evaluate import check_checkpoint, check_device
@@ -142,6 +143,10 @@ def generate(
         def fetch(after: int) -> Coroutine[Any, Any, Exportable]:
             return from_swarm(addresses or [], Path(folder), lambda done, size: None, after)
 
+        def show(text: str) -> None:
+            if not as_json:
+                print(text, end="", flush=True)
+
         kept = following(fetch, Path(folder), device, base_round or 0) if follow else unchanging()
         told = []
         with kept as newer:
@@ -149,19 +154,22 @@ def generate(
                 if (found := newer()) is not None:
                     base_round, model = found
                     print(f"{name}, base of round {base_round}", file=sys.stderr)
-                if prompts:
+                if prompts and not as_json:
                     print(prompt, end="")
                 try:
-                    text = model.write(prompt, max_new_tokens, temperature, lambda text: print(text, end="", flush=True))
+                    text = model.write(prompt, max_new_tokens, temperature, show)
                 except UserError as error:
                     if prompts or not sys.stdin.isatty():
                         raise
                     print(f"error: {error}", file=sys.stderr)  # a person types another line
                     continue
-                print()
+                show("\n")
                 told.append({"round": base_round, "prompt": prompt, "text": text})
+    document = json.dumps({"model": name, "round": base_round, "continuations": told}, indent=2)
     if output is not None:
-        write_whole(output, json.dumps({"model": name, "round": base_round, "continuations": told}, indent=2).encode())
+        write_whole(output, document.encode())
+    if as_json:
+        print(document)
 
 
 def _require_file(output: Path | None) -> None:
