@@ -133,6 +133,8 @@ def test_a_bootstrap_peer_does_its_part_of_a_round_without_torch_and_its_daemon_
         daemons = [psutil.Process(peer.process.pid).children()[0] for peer in (bootstrap, peers["one"])]
         found = [daemon.environ().get("GOGC") for daemon in daemons]
         assert found == ["50", psutil.Process(peers["one"].process.pid).environ().get("GOGC")]
+        memory = sum(psutil.Process(pid).memory_info().rss for pid in (bootstrap.process.pid, daemons[0].pid))
+        assert memory < 250e6  # what the demo's model takes, which is larger than this one
         status = f"sys.argv = ['spes-p2p', 'status', {bootstrap.address!r}]; from spes_p2p.cli import main; main()"
         imported = imported_by(status)
     assert "spes_p2p.client.status" in imported

@@ -142,8 +142,9 @@ def judge_bandwidth(up: float, down: float, up_bytes: int, down_bytes: int, base
     seconds = 8 * max(up_bytes / max(up, 1.0), down_bytes / max(down, 1.0))
     base_s = 8 * base_bytes / max(down, 1.0)
     found = (f"{human_count(up)}bit/s up, {human_count(down)}bit/s down: "
-             f"a round's updates take {human_seconds(seconds)} "
-             f"({human_bytes(up_bytes)} up, {human_bytes(down_bytes)} down), the base {human_seconds(base_s)}")
+             f"on this line a round's updates take {human_seconds(seconds)} "
+             f"({human_bytes(up_bytes)} up, {human_bytes(down_bytes)} down), without computing and waiting for others; "
+             f"the base {human_seconds(base_s)}")
     values = {"up_bits_per_second": up, "down_bits_per_second": down, "round_up_bytes": up_bytes,
               "round_down_bytes": down_bytes, "round_s": seconds, "base_s": base_s}
     advice = "train fewer experts (--experts N), or use a faster link"

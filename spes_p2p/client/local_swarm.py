@@ -34,8 +34,8 @@ from spes_p2p.session.run_dir import ADDRESS_FILE
 
 BOOTSTRAP = "bootstrap"
 LOOPBACK = "/ip4/127.0.0.1/tcp/0"
-TRAINER_BYTES, BOOTSTRAP_BYTES = 700_000_000, 500_000_000
-"""Main memory of one process with the demo's model, from 0.6 to 0.9 GB and 0.5 GB as measured: libraries, above all torch."""
+TRAINER_BYTES, BOOTSTRAP_BYTES = 700_000_000, 300_000_000
+"""Main memory of one peer with the demo's model: a trainer takes 0.6 to 0.9 GB, mostly for torch, a bootstrap peer 0.25 GB."""
 START_TIMEOUT_S = 90.0
 LEAVE_TIMEOUT_S = 30.0
 POLL_S = 1.0
