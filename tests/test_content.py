@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import logging
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -624,6 +625,43 @@ def test_peers_that_take_a_little_at_a_time_keep_nobody_out() -> None:
         await end_tasks(trickling)
 
     simulate(main)
+
+
+def test_downloads_are_served_in_turn_and_each_to_its_end(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "spes_p2p.content.fetcher")
+
+    async def main() -> None:
+        network, pieces = MemoryNetwork(latency_s=0.05), 8 * PIECES_PER_REQUEST
+        body = bytes(CHUNK_BYTES)
+        network.set_bandwidth("A", 2 * pieces * len(body) / 30, 1e9)  # four downloads in a minute
+        server = ContentServer(RpcEndpoint(network.transport("A"), SILENCE_S))
+
+        async def source(name: str, index: int) -> Body | None:
+            return body
+
+        await server.serve("base", source, 4)
+        content = listed("base", "x", content_digest(body) * pieces, len(body))
+        names, ended = [f"joiner-{number:02}" for number in range(12)], dict[str, float]()
+
+        async def download(name: str) -> None:
+            await asyncio.sleep(0.1 * names.index(name))
+            fetcher = Fetcher(RpcEndpoint(network.transport(name), SILENCE_S))
+
+            async def keep(index: int, body: Body) -> None:
+                pass
+
+            while await fetcher.fetch(content, range(pieces), [fetcher.peers(["A"])], keep):
+                pass
+            ended[name] = now()
+
+        await asyncio.gather(*map(download, names))
+        groups = [[ended[name] for name in names[first : first + 4]] for first in (0, 4, 8)]
+        assert max(groups[0]) < min(groups[1]) < max(groups[1]) < min(groups[2])
+        assert max(groups[0]) < 0.4 * max(groups[2])
+
+    simulate(main)
+    assert "waiting for a turn to download base" in caplog.text
+    assert " are being served, 7 wait before this one" in caplog.text
 
 
 @pytest.mark.parametrize("index", [10**3, 10**12])

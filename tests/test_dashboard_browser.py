@@ -317,6 +317,7 @@ def test_a_dashboard_without_a_swarm_looks_for_it() -> None:
         async with serving(live, "127.0.0.1", 0) as url, browser_page(url) as page:
             await until(page, "document.getElementById('searching-message').textContent.includes('tried 3 times')")
             assert "Looking for the swarm" in await page.text_content("#searching")
+            assert await page.evaluate("document.querySelector('header').offsetHeight") < 60
             assert not await page.is_visible("#main")
 
     asyncio.run(run())

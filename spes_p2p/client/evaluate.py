@@ -240,7 +240,9 @@ def _load_model(model_dir: Path, device: str, batch_size: int | str, dtype: str 
 def load_model(model_dir: Path, device: str, dtype: str | None) -> Any:
     """Return the model of a checkpoint, to be evaluated. Raises UserError where weights are missing."""
     from transformers import AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar
 
+    disable_progress_bar()
     model, loading = AutoModelForCausalLM.from_pretrained(
         model_dir, dtype=DTYPES[dtype], device_map=device, output_loading_info=True
     )

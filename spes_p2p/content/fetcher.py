@@ -23,7 +23,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from spes_p2p.content.pieces import BadPiece, Body, Content, Donor, Keep
-from spes_p2p.content.transfer import BUSY_RETRY_S, REQUESTS_PER_PEER, PeerDonor
+from spes_p2p.content.transfer import BUSY_RETRY_S, MAX_BUSY_RETRY_S, REQUESTS_PER_PEER, PeerDonor
 from spes_p2p.errors import PeerUnreachable, Refused
 from spes_p2p.messages.codec import WireError
 from spes_p2p.messages.content import PIECES_PER_REQUEST
@@ -35,8 +35,8 @@ logger = logging.getLogger(__name__)
 
 MAX_CONCURRENT_DONORS = 8
 """Bounds a download's connections and their receive buffers; late requests do not count."""
-MAX_BUSY_RETRY_S = 10.0
-"""Bounds the retry interval that a busy donor can ask for."""
+TELL_EVERY_S = 10.0
+"""Say after this long that all donors are busy, and again."""
 BUSY_PATIENCE_S = 120.0
 """Drop a donor that has been busy for this long."""
 EMPTY_REQUESTS = 4
@@ -169,6 +169,7 @@ class _Download:
         self._requests: set[_Request] = set()
         self._changed = asyncio.Event()
         self._complete = asyncio.Event()
+        self._told_at = asyncio.get_running_loop().time()
 
     async def run(self) -> list[int]:
         """Download; return the indices that no donor gave."""
@@ -235,6 +236,7 @@ class _Download:
             if isinstance(error, Refused) and error.code is Code.BUSY:
                 self._busy.add(donor.name)
                 request.retry_s = max(BUSY_RETRY_S, min(error.refusal.retry_s or 0.0, MAX_BUSY_RETRY_S))
+                self._tell_of_wait(request, donor, error)
                 return request
             self._dropped.add(donor.name)
             level = logging.WARNING if isinstance(error, WireError | BadPiece) else logging.INFO
@@ -245,6 +247,13 @@ class _Download:
             self._requests.discard(request)
             self._notify()
         return request
+
+    def _tell_of_wait(self, request: _Request, donor: Donor, error: Refused) -> None:
+        """Say now and then that nothing comes, and how many wait before this peer."""
+        now = asyncio.get_running_loop().time()
+        if self._requests <= {request} and now - self._told_at >= TELL_EVERY_S:
+            self._told_at = now
+            logger.info("waiting for a turn to download %s: %s says that %s", self.content.kind, donor.name[-6:], error)
 
     def _batch_for(self, donor: Donor, tier: int) -> list[int]:
         """Return the next pieces that are not in flight and that no available donor of an earlier tier can give."""

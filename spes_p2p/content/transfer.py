@@ -26,8 +26,14 @@ CHUNK_BYTES = 2**16
 SIZE_BYTES = 8
 REQUESTS_PER_PEER = 2
 """Bounds the concurrent requests of one peer at another, over all downloads."""
-BUSY_RETRY_S = 1.0
-"""A busy peer asks to be asked again after this long."""
+BUSY_RETRY_S, MAX_BUSY_RETRY_S = 1.0, 10.0
+"""A busy peer asks to be asked again after this long, times the number of peers that wait, at most the second."""
+PLACE_RETRIES = 3.0
+"""Who does not ask again for so many times that long loses its place."""
+MAX_WAITING = 256
+"""Peers that can have a place."""
+HELD_S = 0.5
+"""A peer that was served keeps its turn for this long between two requests of a download."""
 SETTLED_S = 10.0
 """An upload that is slower than the slowest permitted line after this long makes room for a peer that waits."""
 
@@ -44,11 +50,56 @@ class _Upload:
     began_s: float
     sent: int = 0
     streams: set[Stream] = field(default_factory=set)
+    rested_s: float = 0.0
+    """Since when it has no stream, if it has none."""
 
     def rate(self, now_s: float) -> float:
         """Bytes per second so far; infinite while it is too early to tell."""
         took_s = now_s - self.began_s
         return self.sent / took_s if took_s >= SETTLED_S else math.inf
+
+
+@dataclass
+class _Turns:
+    """Who is being served a kind of content, and who waits, in the order in which they asked first.
+
+    So whoever began ends first, and then serves others.
+    """
+
+    uploads: dict[str, _Upload] = field(default_factory=dict)
+    waiting: dict[str, float] = field(default_factory=dict)
+    """By peer: when it loses its place."""
+
+    def admit(self, peer: str, at_once: int, now_s: float) -> None:
+        """Raises Refused (busy) for a peer whose turn has not come, or with too many requests."""
+        rested = [other for other, each in self.uploads.items() if not each.streams and now_s - each.rested_s > HELD_S]
+        for other in rested:
+            del self.uploads[other]
+        self.waiting = {other: ends_s for other, ends_s in self.waiting.items() if ends_s > now_s}
+        if peer in self.uploads:
+            if len(self.uploads[peer].streams) >= REQUESTS_PER_PEER:
+                raise self._busy("this one has enough", BUSY_RETRY_S)
+            return
+        before = list(self.waiting).index(peer) if peer in self.waiting else len(self.waiting)
+        if before < at_once - len(self.uploads) or (before == 0 and self._makes_room(now_s)):
+            self.waiting.pop(peer, None)
+            return
+        retry_s = min(BUSY_RETRY_S * (1 + before), MAX_BUSY_RETRY_S)
+        if before < MAX_WAITING:
+            self.waiting[peer] = now_s + PLACE_RETRIES * retry_s
+        raise self._busy(f"{before} wait before this one", retry_s)
+
+    def _makes_room(self, now_s: float) -> bool:
+        """End the slowest upload if no permitted line is as slow; return whether there was one."""
+        slowest = min(self.uploads, key=lambda peer: self.uploads[peer].rate(now_s), default=None)
+        if slowest is None or self.uploads[slowest].rate(now_s) >= SLOWEST_BYTES_PER_S:
+            return False
+        for stream in self.uploads.pop(slowest).streams:
+            stream.break_off(self._busy("this one is too slow", BUSY_RETRY_S))
+        return True
+
+    def _busy(self, why: str, retry_s: float) -> Refused:
+        return Refused(Code.BUSY, f"{len(self.uploads)} peers are being served, {why}", retry_s=retry_s)
 
 
 class ContentServer:
@@ -58,14 +109,13 @@ class ContentServer:
         self._endpoint = endpoint
         self.admit: dict[ContentKind, Admit] = {}
         """For kinds that not everybody may have: raises Refused for a peer that may not have the content of this name."""
-        self._open: dict[ContentKind, dict[str, _Upload]] = {}
-        """By kind and peer."""
+        self._turns: dict[ContentKind, _Turns] = {}
 
     async def serve(self, kind: ContentKind, source: Source, peers_at_once: int | None = None) -> None:
         """Start to answer requests for a kind of content.
 
-        `peers_at_once` bounds the peers served at a time, so that uploads leave room for rounds; others are refused as busy,
-        unless one of those is too slow: it makes room.
+        `peers_at_once` bounds the peers served at a time, so that uploads leave room for rounds. Others are refused as busy and
+        told how many wait before them; one of those that is too slow makes room.
         """
 
         async def answer(stream: Stream) -> None:
@@ -80,24 +130,23 @@ class ContentServer:
 
     def uploads(self, kind: ContentKind) -> int:
         """Return the number of peers that are being served this kind of content."""
-        return len(self._open.get(kind, ()))
+        return sum(bool(each.streams) for each in self._turns[kind].uploads.values()) if kind in self._turns else 0
 
     @contextlib.contextmanager
     def _upload(self, kind: ContentKind, stream: Stream, peers_at_once: int | None) -> Iterator[_Upload]:
         """Count an upload while it runs. Raises Refused (busy) at the bound of peers, or of requests by this peer."""
-        served, peer, now_s = self._open.setdefault(kind, {}), stream.remote, asyncio.get_running_loop().time()
-        if peers_at_once is not None and peer in served and len(served[peer].streams) >= REQUESTS_PER_PEER:
-            raise Refused(Code.BUSY, f"{len(served)} peers are being served", retry_s=BUSY_RETRY_S)
-        if peers_at_once is not None and len({*served, peer}) > peers_at_once:
-            _make_room(served, now_s)
-        upload = served.setdefault(peer, _Upload(now_s))
+        turns, clock = self._turns.setdefault(kind, _Turns()), asyncio.get_running_loop().time
+        if peers_at_once is not None:
+            turns.admit(stream.remote, peers_at_once, clock())
+        upload = turns.uploads.setdefault(stream.remote, _Upload(clock()))
         upload.streams.add(stream)
         try:
             yield upload
         finally:
             upload.streams.discard(stream)
-            if not upload.streams and served.get(peer) is upload:
-                del served[peer]
+            upload.rested_s = clock()
+            if peers_at_once is None and not upload.streams:
+                turns.uploads.pop(stream.remote, None)
 
     async def _send(self, stream: Stream, body: Body | None, upload: _Upload) -> None:
         if body is None:
@@ -117,16 +166,6 @@ class ContentServer:
             await asyncio.wait_for(stream.alive(stream.send(*chunk, kind=Kind.CONTENT)), stalled_s)
         except asyncio.TimeoutError:
             raise PeerUnreachable(f"{stream.remote[-6:]} accepted nothing for {stalled_s:g} s") from None
-
-
-def _make_room(served: dict[str, _Upload], now_s: float) -> None:
-    """End the slowest upload if no permitted line is as slow. Raises Refused (busy) when there is none."""
-    busy = Refused(Code.BUSY, f"{len(served)} peers are being served", retry_s=BUSY_RETRY_S)
-    slowest = min(served, key=lambda peer: served[peer].rate(now_s), default=None)
-    if slowest is None or served[slowest].rate(now_s) >= SLOWEST_BYTES_PER_S:
-        raise busy
-    for stream in served.pop(slowest).streams:
-        stream.break_off(busy)
 
 
 @dataclass(frozen=True)
