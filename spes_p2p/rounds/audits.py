@@ -55,7 +55,12 @@ def are_audited(config: CampaignConfig) -> bool:
 
 
 def auditors(commit: Commit) -> tuple[str, ...]:
-    """Return the members that audit after a commit: those with an assignment for whom the owner vouches. Sorted."""
+    """Return the members that audit after a commit: those with an assignment for whom the owner vouches. Sorted.
+
+    A reform and a rollback assign nothing.
+    """
+    if not commit.plan:
+        return ()
     return tuple(sorted(commit.members[i] for i in commit.vouched if commit.workloads[i].steps))
 
 
