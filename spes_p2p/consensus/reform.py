@@ -41,6 +41,7 @@ def reform_commit(parent: Commit, term: int, helper: str, incarnation: str, excl
         convicted=(),
         disputed=(),
         vouched=(),
+        drawn=(),
         owners=((),) * len(parent.owners),
         electorate=(helper,),
         incarnations=(incarnation,),
