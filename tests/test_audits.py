@@ -17,7 +17,8 @@ from rich.console import Console
 
 from spes_p2p.campaign.orders import CampaignView, parse_order
 from spes_p2p.client.audit import PeerAudits, peer_audits, render_audits
-from spes_p2p.consensus.admission import PROBATION_AUDITS, PROBATION_ROUNDS, Service, add_service
+from spes_p2p.consensus import admission
+from spes_p2p.consensus.admission import PROBATION_AUDITS, PROBATION_ROUNDS, Service, add_service, is_past_probation
 from spes_p2p.consensus.control import describe
 from spes_p2p.errors import UserError
 from spes_p2p.messages.admission import Standing
@@ -37,6 +38,7 @@ from spes_p2p.rounds.audits import (
     auditor_of,
     auditors,
     convicted_by,
+    drawn_work,
     has_passed,
     is_drawn,
     still_convicted,
@@ -128,12 +130,22 @@ def test_a_verdict_counts_once_and_only_from_the_vouched_auditor_whose_turn_it_w
     assert auditor is not None
     other = next(name for name in "ABC" if name != auditor)
     said = announced(failed(recent[0].round))
-    (verdict,) = verdicts_of({auditor: said, other: said, "Y": said}, everybody(), recent)
+    (verdict,) = verdicts_of({auditor: said, other: said, "Y": said}, everybody(), recent, "XY")
     assert verdict == Verdict(auditor, "X", recent[0].round, False)
-    assert not verdicts_of({auditor: said}, everybody(), [replace(recent[0], verdicts=(verdict,)), *recent])
-    assert not verdicts_of({auditor: said}, everybody({auditor: "proven"}), recent), "the owner no longer vouches for it"
-    assert not verdicts_of({auditor: announced(failed(99))}, everybody(), recent)
-    assert not verdicts_of({auditor: announced(failed(recent[0].round, "W"))}, everybody(), recent)
+    known = [replace(recent[0], verdicts=(verdict,)), *recent[1:]]
+    assert not verdicts_of({auditor: said}, everybody(), known, "XY")
+    assert not verdicts_of({auditor: said}, everybody({auditor: "proven"}), recent, "XY"), "the owner no longer vouches for it"
+    assert not verdicts_of({auditor: announced(failed(99))}, everybody(), recent, "XY")
+    assert not verdicts_of({auditor: announced(failed(recent[0].round, "W"))}, everybody(), recent, "XY")
+
+
+def test_no_verdict_counts_about_a_phase_that_nobody_drew() -> None:
+    recent = commits(4)
+    said = {auditor_of(each, "X") or "": announced(failed(each.round)) for each in recent[:2]}
+    assert not verdicts_of(said, everybody(), recent, "Y")
+    assert not verdicts_of(said, everybody(), [replace(recent[0], drawn=("Y",)), *recent[1:]], "Y")
+    found = verdicts_of(said, everybody(), [replace(recent[0], drawn=("X",)), *recent[1:]], "X")
+    assert {each.round for each in found} == {audited.round for each in said.values() for audited in each.audited}
 
 
 def test_two_auditors_convict_and_one_alone_does_not_however_often_it_fails_a_peer() -> None:
@@ -169,11 +181,33 @@ def test_what_a_peer_passed_before_its_probation_began_again_does_not_end_it() -
     auditor, number = auditor_of(recent[1], "X"), recent[1].round
     assert auditor is not None
     passed, failing = announced(Audited(number, "X", True, 4, 1.0, 1.0)), announced(failed(number))
-    assert [each.passed for each in verdicts_of({auditor: passed}, everybody(), recent)] == [True]
+    recent[0] = replace(recent[0], drawn=("X",))
+    assert [each.passed for each in verdicts_of({auditor: passed}, everybody(), recent, ())] == [True]
     for setback in (replace(recent[0], rejected=(3,)), replace(recent[0], convicted=(3,))):
         since = [setback, *recent[1:]]
-        assert not verdicts_of({auditor: passed}, everybody(), since)
-        assert [each.passed for each in verdicts_of({auditor: failing}, everybody(), since)] == [False]
+        assert not verdicts_of({auditor: passed}, everybody(), since, ())
+        assert [each.passed for each in verdicts_of({auditor: failing}, everybody(), since, ())] == [False]
+
+
+def test_who_was_drawn_and_is_away_or_failed_is_on_probation_until_it_passes_an_audit() -> None:
+    last, before = commits(2, members="ABCY")
+    services = {"X": Service(100, 3), "Y": Service(100, 3)}
+    add_service(services, replace(before, drawn=("X", "Y")))
+    assert services == {**services, "X": Service(100, 0), "Y": Service(101, 3)}, "who takes part has time to show its moments"
+    assert not is_past_probation(services["X"], needs_audit=True)
+    add_service(services, replace(last, verdicts=(Verdict("A", "X", 1, True), Verdict("B", "Y", 1, False))))
+    assert services == {**services, "X": Service(100, 1), "Y": Service(102, 0)}, "a verdict counts all the same"
+    add_service(services, replace(last, drawn=("Z",)))
+    assert "Z" not in services
+
+
+def test_a_commit_draws_strangers_only_and_only_where_somebody_audits() -> None:
+    config = campaign(admission="open", sync={"audited_share": 1.0}).config
+    recent = commits(3)
+    assert drawn_work(recent, {}, config).keys() == {"X", "Y"}
+    assert not drawn_work(recent[:1], {}, config)
+    assert not drawn_work([replace(recent[0], vouched=()), *recent[1:]], {}, config), "nobody audits"
+    assert not drawn_work(recent, {}, campaign().config)
 
 
 def test_a_passed_audit_counts_for_the_peer_that_was_audited() -> None:
@@ -402,6 +436,55 @@ def test_who_does_not_show_its_moments_fails(monkeypatch: pytest.MonkeyPatch) ->
         assert set().union(*convictions(swarm).values()) == {"X"}
         assert {each.steps for each in audits(swarm, "X")} == {0}
         assert {each.passed for each in audits(swarm, "Y")} <= {True}
+
+    simulate(main)
+
+
+def test_in_long_rounds_too_who_does_not_show_its_moments_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        swarm = audited_swarm("X", vouched="A", silence_s=2.0)
+        swarm.evaluation_s, swarm._seconds_per_step = 0.0, 20.0
+        swarm.start_all("AX")
+
+        async def nothing(self: KeptMoments, root: str, index: int) -> None:
+            return None
+
+        monkeypatch.setattr(KeptMoments, "_piece", nothing)
+        await swarm.until(lambda: bool(audits(swarm, "X")))
+        assert {each.steps for each in audits(swarm, "X")} == {0}
+
+    simulate(main)
+
+
+def test_a_trainer_past_probation_that_leaves_whenever_it_is_drawn_is_on_probation_when_it_comes_back(
+    monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(admission, "PROBATION_ROUNDS", 1)
+
+    async def main() -> None:
+        swarm = audited_swarm("XY", vouched="A")
+        swarm.start_all("AXY")
+        log = swarm.nodes["W"].log
+        await swarm.until_round(0)
+
+        def standing_of(peer: str) -> str:
+            plan = swarm.peers["A"].replica.base.plan
+            return next((each.standing for each in plan.members if each.peer == peer), "") if plan is not None else ""
+
+        await swarm.until(lambda: standing_of("X") == "proven")
+        await swarm.until(lambda: "X" in drawn_work(log.recent(log.round), log.services(log.round), swarm.campaign.config))
+        drawn_in = log.round
+        swarm.kill("X")
+        await swarm.until_round(drawn_in + 2)
+        swarm.start_again("X")
+        assert "X" in log.commit_at(drawn_in + 1).drawn
+        back = drawn_in + 2
+        await swarm.until(lambda: bool(standing_of("X")) and log.round > back)
+        assert standing_of("X") == "newcomer"
+        await swarm.until(lambda: standing_of("X") == "proven")
+        verdicts = [each for commit in log.since(drawn_in) for each in commit.commit.verdicts if each.peer == "X"]
+        assert any(each.passed and each.round > drawn_in for each in verdicts), "only an audit ends that"
+        swarm.assert_same_commits()
 
     simulate(main)
 

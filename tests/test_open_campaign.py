@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, get_args
 
@@ -13,10 +14,10 @@ from hypothesis import strategies as st
 
 from spes_p2p.consensus.admission import PROBATION_AUDITS, PROBATION_ROUNDS, Service, add_service, signed_invitation
 from spes_p2p.consensus.commit_log import KEPT_READ, CommitLog
-from spes_p2p.consensus.control import rollback_commit
+from spes_p2p.consensus.control import is_rollback, rollback_commit, signed
 from spes_p2p.consensus.electorate import coordinator_order
 from spes_p2p.consensus.output import Identity
-from spes_p2p.consensus.reform import reform_commit
+from spes_p2p.consensus.reform import is_reform, reform_commit
 from spes_p2p.errors import UserError
 from spes_p2p.messages.admission import Invitation, Role, Standing
 from spes_p2p.messages.consensus import Ballot, CertifiedCommit, Commit, Control, Signed, Workload
@@ -25,6 +26,8 @@ from spes_p2p.messages.methods import ROUND
 from spes_p2p.messages.rounds import Announcement, Proposal
 from spes_p2p.observe.events import RoundFailed
 from spes_p2p.peer import collecting
+from spes_p2p.rounds.archive import NO_ARCHIVE, Archive
+from spes_p2p.rounds.audits import auditors
 from spes_p2p.rounds.claims import bounded_strangers
 from spes_p2p.rounds.parts import moved_parts, part_table, weight
 from spes_p2p.rounds.plan import LEAST_NEWCOMERS, NEWCOMER_WEIGHT, Rules, crowded_out, make_plan
@@ -213,15 +216,23 @@ def test_served_rounds_are_those_of_the_log_also_when_a_branch_is_given_up() -> 
     assert counts(log, log.round) == {"C": 3, "D": 4}, "also a branch longer than what is at hand"
 
 
-def test_rounds_that_move_no_work_serve_nobody() -> None:
-    parent = commit_after(GENESIS, ("C", "D"), (0, 1)).commit
+def test_rounds_that_move_no_work_serve_nobody_and_rounds_go_on_after_them() -> None:
+    work = (Workload(10, ()), Workload(10, ()))
+    parent = replace(commit_after(GENESIS, ("C", "D"), (0, 1)).commit, vouched=(0,), workloads=work)
     services: dict[str, Service] = {}
+    add_service(services, parent)
+    announcements = {"C": announce(invitation=elector("C")), "D": announce()}
     for commit in (
-        parent, reform_commit(parent, 1, "W", "", ()),
+        reform_commit(parent, 1, "W", "", ()),
         rollback_commit(parent, Control(OPEN.hash, 1, "running", (), 0, b""), "d", 0),
     ):
         add_service(services, commit)
         assert services == {"C": Service(1), "D": Service(1)}
+        assert auditors(commit) == ()
+        for recent in ([commit], [commit, parent], [replace(parent, round=commit.round + 1, parent=commit.id), commit, parent]):
+            plan = plan_of(announcements, services, recent)
+            assert [member.standing for member in plan.members] == ["vouched", "newcomer"]
+            assert all(each.steps for each in plan.assignments)
 
 
 # Swarms -----------------------------------------------------------------------------------------------------------------
@@ -242,10 +253,10 @@ async def plans_until_finished(swarm: VirtualSwarm) -> dict[int, Plan]:
     return found
 
 
-def open_swarm(total_steps: int, trusted: str, strangers: str) -> VirtualSwarm:
+def open_swarm(total_steps: int, trusted: str, strangers: str, archive: Archive = NO_ARCHIVE) -> VirtualSwarm:
     """W and, as electors, `trusted`; strangers, of whom each newcomer is audited."""
-    sync = {"min_peers": len(trusted + strangers), "audited_share": 0.25}
-    swarm = VirtualSwarm(campaign(total_steps, admission="open", sync=sync))
+    sync = {"min_peers": len(trusted + strangers), "audited_share": 0.25, "reform_after_s": 30.0}
+    swarm = VirtualSwarm(campaign(total_steps, admission="open", sync=sync), archive=archive)
     for name in trusted:
         made = Invitation(swarm.campaign.hash, name, ELECTOR, 2**40, b"")
         swarm.invitations[name] = signed_invitation(made, SimulatedIdentity("W"))
@@ -365,6 +376,44 @@ def test_strangers_in_the_majority_do_not_choose_the_base() -> None:
         swarm.start_all("ABVXYZ")
         await swarm.until(lambda: min(swarm.round_of("A"), swarm.round_of("B")) >= 4, 400)
         assert swarm.recorders["A"].of(RoundFailed) == []
+
+    simulate(main)
+
+
+async def goes_on(swarm: VirtualSwarm, members: str, where: Callable[[Commit], bool]) -> None:
+    """Wait until the owner's log has such a commit, and the strangers' work is in rounds after it."""
+    log = swarm.nodes["W"].log
+
+    def has_work_of_all() -> bool:
+        after = [each.commit for each in log.since(-1)]
+        while after and not where(after[0]):
+            after.pop(0)
+        return any({commit.members[i] for i in commit.heard} == set(members) for commit in after)
+
+    await swarm.until(has_work_of_all, 400)
+    swarm.assert_same_commits()
+
+
+def test_an_open_campaign_goes_on_with_its_strangers_after_a_rollback() -> None:
+    async def main() -> None:
+        swarm = open_swarm(10_000, "AB", "XY", Archive(2, 2))
+        await swarm.until_round(5)
+        order = signed(Control(swarm.campaign.hash, 1, "running", (), 4, b""), SimulatedIdentity("W"))
+        swarm.nodes["W"].decisions.take_control(order)
+        await goes_on(swarm, "ABXY", is_rollback)
+
+    simulate(main)
+
+
+def test_an_open_campaign_goes_on_with_its_strangers_after_a_reform() -> None:
+    async def main() -> None:
+        swarm = open_swarm(10_000, "AB", "XY")
+        await swarm.until_round(3)
+        for name in "AB":
+            swarm.kill(name)
+        await swarm.until(lambda: is_reform(swarm.nodes["W"].log.last), 400)
+        swarm.start_again("A")
+        await goes_on(swarm, "AXY", is_reform)
 
     simulate(main)
 

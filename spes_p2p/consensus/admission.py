@@ -31,7 +31,7 @@ class Service:
     rounds: int = 0
     """With its work."""
     audits: int = 0
-    """Of its training, passed."""
+    """Of its training, passed since it last failed one or was away when it was drawn."""
 
 
 NO_SERVICE = Service()
@@ -124,8 +124,19 @@ def add_service(services: dict[str, Service], commit: Commit) -> None:
         if verdict.passed:
             before = services.get(verdict.peer, NO_SERVICE)
             services[verdict.peer] = replace(before, audits=before.audits + 1)
+    for peer in owes_an_audit(commit) & services.keys():
+        services[peer] = replace(services[peer], audits=0)
     for peer in begins_anew(commit):
         services.pop(peer, None)
+
+
+def owes_an_audit(commit: Commit) -> set[str]:
+    """Return the peers whose probation waits for an audit from this commit on: they failed one, or were drawn and are away.
+
+    Without this a trainer that is past probation could claim phases that it did not train, and leave whenever it is drawn.
+    """
+    failed = {verdict.peer for verdict in commit.verdicts if not verdict.passed}
+    return failed | set(commit.drawn).difference(commit.members)
 
 
 def begins_anew(commit: Commit) -> Collection[str]:

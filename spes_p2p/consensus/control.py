@@ -129,6 +129,7 @@ def rollback_commit(parent: Commit, control: Control, digest: str, step: int) ->
         verdicts=(),
         convicted=(),
         disputed=(),
+        drawn=(),
     )
 
 

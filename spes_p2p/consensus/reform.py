@@ -40,6 +40,8 @@ def reform_commit(parent: Commit, term: int, helper: str, incarnation: str, excl
         verdicts=(),
         convicted=(),
         disputed=(),
+        vouched=(),
+        drawn=(),
         owners=((),) * len(parent.owners),
         electorate=(helper,),
         incarnations=(incarnation,),

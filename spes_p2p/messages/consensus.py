@@ -184,6 +184,8 @@ class Commit:
     """Members that enough auditors failed by this round, as indices into `members`."""
     vouched: Annotated[tuple[MemberIndex, ...], MaxLen(MAX_MEMBERS)] = ()
     """Trainers for whom the owner vouches, as indices into `members`; empty where that is all members."""
+    drawn: Peers = ()
+    """Peers that the hash of the last commit draws for an audit of the phase whose work it took up. Sorted."""
 
     @cached_property
     def id(self) -> str:

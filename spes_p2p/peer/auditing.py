@@ -16,7 +16,6 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from spes_p2p.consensus.admission import NO_SERVICE
 from spes_p2p.consensus.signed import read_signed
 from spes_p2p.content.pieces import BadPiece, Body, Content, Piece
 from spes_p2p.errors import Diverged, PeerUnreachable, Refused, UserError
@@ -38,11 +37,10 @@ from spes_p2p.rounds.audits import (
     REPORT_ROUNDS,
     Score,
     are_audited,
-    audited_work,
     auditor_of,
+    drawn_work,
     has_passed,
     in_order,
-    is_drawn,
 )
 from spes_p2p.rounds.base import Base
 from spes_p2p.rounds.claims import outstanding, within
@@ -57,7 +55,8 @@ from spes_p2p.training.moments import are_plausible, load_moments, most_bytes, r
 logger = logging.getLogger(__name__)
 
 ASK_AGAIN_S = (1.0, 4.0, 16.0)
-"""A member that has not learned the commit yet, or serves no moments now, is asked again after so long."""
+"""A member that has not learned the commit yet, or serves no moments now, is asked again after so long, at last every 16 s
+until the next commit says whether it took part meanwhile."""
 
 
 @dataclass(frozen=True)
@@ -119,12 +118,10 @@ class Auditing:
         is_next = commit.parent == before.commit and commit.id == log.last.id and before.plan is not None
         if self._case is not None or not are_audited(config) or self._replica.trainer is None or not is_next:
             return None
-        recent, services = log.recent(commit.round), log.services(commit.round)
-        work = audited_work(commit, log.commit_at(before.round))
-        vouched = {member.peer for member in applied.plan.members if member.standing == "vouched"}
-        share, mine = config.sync.audited_share, [peer for peer in work.keys() - vouched if auditor_of(commit, peer) == me]
-        drawn = [peer for peer in mine if is_drawn(commit, peer, share, services.get(peer, NO_SERVICE), recent)]
-        cases = (self._case_of(peer, work[peer], before, applied) for peer in in_order(commit, drawn, recent))
+        recent = log.recent(commit.round)
+        drawn = drawn_work(recent, log.services(commit.round), config)
+        mine = [peer for peer in drawn if auditor_of(commit, peer) == me]
+        cases = (self._case_of(peer, drawn[peer], before, applied) for peer in in_order(commit, mine, recent))
         return next((case for case in cases if case is not None), None)
 
     def _case_of(self, peer: str, work: Workload, before: Base, applied: Applied) -> Case | None:
@@ -209,27 +206,23 @@ class Auditing:
             else:
                 await node.world.run_blocking(draft.write, (index - 1) * PIECE_BYTES, bytes(body))
 
-        content = Content("moments", root, piece)
-        for wait_s in (*ASK_AGAIN_S, None):
+        content, asked = Content("moments", root, piece), 0
+        while True:
+            is_last = asked >= len(ASK_AGAIN_S) and node.log.round > case.round
             missing = await node.fetcher.fetch(content, [0], donors, keep) if not found else []
             if found:
                 arrived: list[int] = await node.fetcher.fetch(content, range(1, 1 + len(found[0]) // 32), donors, keep)
                 missing = arrived
-            if self._case is not case or not missing or wait_s is None:
+            if self._case is not case or not missing or is_last:
                 break
-            await asyncio.sleep(wait_s)
+            await asyncio.sleep(ASK_AGAIN_S[min(asked, len(ASK_AGAIN_S) - 1)])
+            asked += 1
         if self._case is case and not missing:
             self._fetched = draft
-        elif self._case is case:
-            await self._not_shown(case)
-
-    async def _not_shown(self, case: Case) -> None:
-        """Conclude against a member that takes part and does not show its moments; one that is away is not judged."""
-        log = self._node.log
-        if log.round > case.round and case.peer in log.last.members:
+        elif self._case is case and node.log.round > case.round and case.peer in node.log.commit_at(case.round + 1).members:
             self._conclude(case, Score(0))
-        else:
-            self._case = None
+        elif self._case is case:
+            self._case = None  # it was away, which the next commit says (`admission.owes_an_audit`)
 
     async def audit(self) -> None:
         """Train the audited phase again, if its moments are here. Called between two phases of this peer."""

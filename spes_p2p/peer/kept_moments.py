@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from spes_p2p.consensus.admission import NO_SERVICE, standing_of
+from spes_p2p.consensus.admission import standing_of
 from spes_p2p.content.pieces import Body
 from spes_p2p.errors import Refused
 from spes_p2p.messages.refusals import Code
 from spes_p2p.peer.node import Node
-from spes_p2p.rounds.audits import KEPT_MOMENTS_ROUNDS, are_audited, auditor_of, is_drawn
+from spes_p2p.rounds.audits import KEPT_MOMENTS_ROUNDS, are_audited, auditor_of, drawn_work
 from spes_p2p.rounds.digest import content_digest
 from spes_p2p.training.interface import Trainer
 from spes_p2p.training.moments import moments_chunks
@@ -78,8 +78,7 @@ class KeptMoments:
             return True
         if number <= max(log.begins, log.round - KEPT_MOMENTS_ROUNDS):
             return False
-        share, service = node.campaign.config.sync.audited_share, log.services(number).get(node.peer_id, NO_SERVICE)
-        return is_drawn(log.commit_at(number), node.peer_id, share, service, log.recent(number))
+        return node.peer_id in drawn_work(log.recent(number), log.services(number), node.campaign.config)
 
     def _admit(self, peer: str, root: str) -> None:
         """Raise Refused for others than the auditor whose turn it is."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from hashlib import sha256
 
 from spes_p2p.config.campaign import CampaignConfig
-from spes_p2p.consensus.admission import Service, begins_anew, is_past_probation
+from spes_p2p.consensus.admission import NO_SERVICE, Service, begins_anew, is_past_probation
 from spes_p2p.messages.consensus import Commit, Verdict, Workload
 from spes_p2p.messages.fields import MAX_VERDICTS
 from spes_p2p.messages.rounds import Announcement
@@ -55,7 +55,12 @@ def are_audited(config: CampaignConfig) -> bool:
 
 
 def auditors(commit: Commit) -> tuple[str, ...]:
-    """Return the members that audit after a commit: those with an assignment for whom the owner vouches. Sorted."""
+    """Return the members that audit after a commit: those with an assignment for whom the owner vouches. Sorted.
+
+    A reform and a rollback assign nothing.
+    """
+    if not commit.plan:
+        return ()
     return tuple(sorted(commit.members[i] for i in commit.vouched if commit.workloads[i].steps))
 
 
@@ -96,6 +101,20 @@ def is_drawn(commit: Commit, peer: str, share: float, service: Service, recent: 
     return bool(failures(recent, peer)) or _hash(commit.id, peer, "drawn") < wanted
 
 
+def drawn_work(recent: Sequence[Commit], services: Mapping[str, Service], config: CampaignConfig) -> dict[str, Workload]:
+    """Return the work that a commit draws for audits, by peer: the first of `recent`, the last commits, newest first.
+
+    `services`: of the log that ends with this commit.
+    """
+    if len(recent) < 2 or not are_audited(config) or not auditors(recent[0]):
+        return {}
+    share, work = config.sync.audited_share, audited_work(recent[0], recent[1])
+    return {
+        peer: each for peer, each in work.items()
+        if is_drawn(recent[0], peer, share, services.get(peer, NO_SERVICE), recent)
+    }
+
+
 def in_order(commit: Commit, peers: Collection[str], recent: Sequence[Commit]) -> list[str]:
     """Return the order in which an auditor that is drawn for several peers takes one: first who has failed an audit."""
     return sorted(peers, key=lambda peer: (not failures(recent, peer), _hash(commit.id, peer, "drawn")))
@@ -118,25 +137,26 @@ def convicted_in(commit: Commit) -> Collection[str]:
 
 
 def verdicts_of(
-    announcements: Mapping[str, Announcement], members: Sequence[Member], recent: Sequence[Commit]
+    announcements: Mapping[str, Announcement], members: Sequence[Member], recent: Sequence[Commit], drawn: Collection[str]
 ) -> tuple[Verdict, ...]:
-    """Return the verdicts that a round takes up: of vouched auditors whose turn it was, once each.
+    """Return the verdicts that a round takes up: of vouched auditors whose turn it was, about drawn peers, once each.
 
-    `recent`: the last commits before the round, newest first. What a peer passed before its probation began again is left out.
+    `recent`: the last commits before the round, newest first. `drawn`: the peers that the first of them draws. What a peer
+    passed before its probation began again is left out.
     """
     vouched = {member.peer for member in members if member.standing == "vouched" and member.trains}
     known = {(each.auditor, each.peer, each.round) for commit in recent for each in commit.verdicts}
     begun = {peer: commit.round for commit in reversed(recent) for peer in begins_anew(commit)}
-    places = {commit.round: place for place, commit in enumerate(recent[:-1])}
+    drawn_by = (drawn, *(commit.drawn for commit in recent))
+    draws = {commit.round: (commit, peers) for commit, peers in zip(recent, drawn_by, strict=False)}
     found = []
     for auditor in sorted(vouched & announcements.keys()):
         for each in announcements[auditor].audited:
-            place = places.get(each.round)
             is_stale = each.passed and each.round <= begun.get(each.peer, -1)
-            if place is None or is_stale or (auditor, each.peer, each.round) in known:
+            if each.round not in draws or is_stale or (auditor, each.peer, each.round) in known:
                 continue
-            commit, parent = recent[place], recent[place + 1]
-            if each.peer in audited_work(commit, parent) and auditor_of(commit, each.peer) == auditor:
+            commit, peers = draws[each.round]
+            if each.peer in peers and auditor_of(commit, each.peer) == auditor:
                 known.add((auditor, each.peer, each.round))
                 found.append(Verdict(auditor, each.peer, each.round, each.passed))
     return tuple(found[:MAX_VERDICTS])

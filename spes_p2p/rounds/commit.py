@@ -99,6 +99,7 @@ def make_commit(parent: Commit, plan: Plan, results: Results, staged: Mapping[in
         verdicts=plan.verdicts,
         convicted=plan.convicted,
         vouched=_vouched(plan),
+        drawn=plan.drawn,
     )
 
 
@@ -141,6 +142,7 @@ def misfit(commit: Commit, plan: Plan) -> str:
         "cursor": plan.cursor, "control": plan.proposal.control, "workloads": workloads_of(plan),
         "excluded": plan.excluded, "disputed": plan.disputed,
         "verdicts": plan.verdicts, "convicted": plan.convicted, "vouched": _vouched(plan),
+        "drawn": plan.drawn,
     }
     wrong = [name for name, value in implied.items() if getattr(commit, name) != value]
     wrong += ["roots"] * (len(commit.roots) != len(plan.members) * (len(commit.lost) + 1))

@@ -19,7 +19,7 @@ from spes_p2p.messages.consensus import Commit, Control
 from spes_p2p.messages.refusals import Code
 from spes_p2p.messages.rounds import Announcement, Proposal
 from spes_p2p.messages.samples import Cursor, Interval
-from spes_p2p.rounds.audits import are_audited, can_be_audited, convicted_by, still_convicted, verdicts_of
+from spes_p2p.rounds.audits import can_be_audited, convicted_by, drawn_work, still_convicted, verdicts_of
 from spes_p2p.rounds.checks import disputed
 from spes_p2p.rounds.claims import bounded_strangers, clamped
 from spes_p2p.rounds.gate import barred
@@ -114,7 +114,8 @@ def make_plan(
     members = tuple(_member(peer, announcements[peer], standings[peer], commit, rules, places[peer]) for peer in peers)
     if config.sync.bound_influence:
         members = bounded_strangers(members)
-    verdicts = verdicts_of(announcements, members, recent) if are_audited(config) else ()
+    drawn = tuple(sorted(drawn_work(recent, services, config)))
+    verdicts = verdicts_of(announcements, members, recent, drawn)
     tokens = sum(member.tokens for member in members)
     step = campaign_step(commit, tokens, rules)
     alpha = alpha_due(commit, tokens, rules)
@@ -146,6 +147,7 @@ def make_plan(
         phase_step=phase_step,
         verdicts=verdicts,
         convicted=convicted_by(verdicts, members, recent),
+        drawn=drawn,
     )
 
 

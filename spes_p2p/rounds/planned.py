@@ -106,6 +106,8 @@ class Plan:
     """Audits of training that the members announce and no commit has yet (`audits.verdicts_of`)."""
     convicted: tuple[int, ...] = ()
     """Members that these and earlier verdicts convict, as indices, ascending."""
+    drawn: tuple[str, ...] = ()
+    """Peers that the last commit draws for an audit (`audits.drawn_work`), members or not, sorted."""
 
     @property
     def id(self) -> str:
