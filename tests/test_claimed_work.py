@@ -8,8 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 from exchange_round import LAYOUT, Round, codecs, make_plan_of, member, random_updates, reference
-from hypothesis import given
-from hypothesis import strategies as st
 
 from spes_p2p.campaign.genesis import make_genesis
 from spes_p2p.messages.consensus import Ballot, Commit, Workload
@@ -18,7 +16,7 @@ from spes_p2p.messages.samples import Cursor, Interval
 from spes_p2p.model.layout import Layout, TensorSpec
 from spes_p2p.rounds import claims
 from spes_p2p.rounds.accounting import MAX_PENDING_ROUNDS
-from spes_p2p.rounds.claims import BANDWIDTH_RATIO, clamped, outstanding, within
+from spes_p2p.rounds.claims import BANDWIDTH_RATIO, clamped, outstanding
 from spes_p2p.rounds.parts import part_table
 from spes_p2p.rounds.plan import Rules, make_plan
 from spes_p2p.rounds.planned import Member, Plan
@@ -131,16 +129,19 @@ def test_one_loss_does_not_hide_the_others() -> None:
     assert plan.loss == pytest.approx(7.5)
 
 
-INTERVALS = st.lists(st.builds(Interval, st.integers(0, 1), st.integers(0, 30), st.integers(0, 30)), max_size=4)
+def test_a_member_returns_only_the_end_of_its_assignment() -> None:
+    """It trains in order, so no honest member returns every other sample: a commit would have an interval for each."""
+    recent = chain("")
+    every_other = tuple(Interval(0, place, place + 1) for place in range(1, 20, 2))
+    for untrained, back in ((every_other, (Interval(0, 19, 20),)), ((Interval(0, 5, 20),), (Interval(0, 5, 20),)),
+                            ((Interval(0, 0, 19),), ()), ((Interval(0, 12, 40),), (Interval(0, 12, 20),))):
+        assert clamped({"A": announce(untrained=untrained)}, recent, CAMPAIGN.config)["A"].untrained == back
 
 
-def positions(intervals: tuple[Interval, ...] | list[Interval]) -> set[tuple[int, int]]:
-    return {(each.epoch, place) for each in intervals for place in range(each.start, each.stop)}
-
-
-@given(INTERVALS, INTERVALS)
-def test_samples_come_back_only_from_ones_own_assignment(returned: list[Interval], assigned: list[Interval]) -> None:
-    assert positions(within(returned, assigned)) == positions(returned) & positions(assigned)
+def test_a_member_returns_the_end_of_each_assignment_that_no_round_includes() -> None:
+    both = (Interval(0, 15, 20), Interval(0, 40, 60))
+    assert clamped({"A": announce(untrained=both)}, chain("", "B"), CAMPAIGN.config)["A"].untrained == both[::-1]
+    assert clamped({"A": announce(untrained=both)}, chain("", "A"), CAMPAIGN.config)["A"].untrained == both[1:]
 
 
 def test_another_members_samples_are_not_handed_out_again() -> None:
@@ -171,6 +172,8 @@ def test_no_claim_of_an_honest_swarm_is_clamped(overlap: bool, monkeypatch: pyte
     made: list[tuple[Plan, dict[str, Announcement]]] = []
 
     def make_and_note(recent: Any, proposal: Any, announced: dict[str, Announcement], *rest: Any) -> Plan:
+        found = clamped(announced, recent, campaign(sync={"overlap": overlap}).config)
+        assert [each.untrained for each in found.values()] == [each.untrained for each in announced.values()]
         made.append((make_plan(recent, proposal, announced, *rest), announced))
         return made[-1][0]
 

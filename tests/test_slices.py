@@ -7,8 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from spes_p2p.data.slices import give_back, take
+from spes_p2p.data.slices import MAX_RETURNED, end_of, give_back, take, union
+from spes_p2p.messages.codec import pack, unpack
+from spes_p2p.messages.consensus import Leave, Workload
 from spes_p2p.messages.samples import Cursor, Interval
+from spes_p2p.training.batches import split_samples
 
 
 def positions(intervals: tuple[Interval, ...]) -> list[tuple[int, int]]:
@@ -57,6 +60,33 @@ class HandingOut(RuleBasedStateMachine):
 
 
 TestHandingOut = HandingOut.TestCase
+
+
+INTERVALS = st.lists(st.builds(Interval, st.integers(0, 1), st.integers(0, 30), st.integers(1, 30)).filter(len), max_size=4)
+
+
+@given(assigned=INTERVALS, count=st.integers(0, 40), said=INTERVALS)
+def test_of_an_assignment_only_its_end_comes_back(assigned: list[Interval], count: int, said: list[Interval]) -> None:
+    slices = union(assigned)
+    _, untrained = split_samples(slices, count)
+    assert end_of(slices, union(untrained)) == untrained
+    ends = [split_samples(slices, trained)[1] for trained in range(sum(map(len, slices)) + 1)]
+    assert end_of(slices, union(said)) == next(end for end in ends if set(positions(end)) <= set(positions(tuple(said))))
+
+
+def test_whatever_comes_back_a_cursor_can_be_read() -> None:
+    """The longest intervals stay. Others are not trained in this pass."""
+    cursor, lonely = Cursor(0, 10**6), tuple(Interval(0, place, place + 1) for place in range(0, 400_000, 2))
+    long = (Interval(0, 500_000, 500_100), Interval(0, 600_000, 600_003))
+    found = give_back(give_back(cursor, long), lonely)
+    assert len(found.returned) == MAX_RETURNED
+    assert set(long) < set(found.returned) < {*long, *lonely}
+    assert list(found.returned) == sorted(found.returned)
+    assert unpack(Cursor, pack(found)) == found
+    slices, _ = take(found, 10**5, 10**6)
+    assert unpack(Workload, pack(Workload(1, slices))).slices == slices
+    leaving = Leave("", 3 * slices)  # phases in no round, and one that was not begun
+    assert unpack(Leave, pack(leaving)) == leaving
 
 
 @given(num_samples=st.integers(1, 40), counts=st.lists(st.integers(0, 15), max_size=20))

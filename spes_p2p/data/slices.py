@@ -5,9 +5,15 @@ The cursor advances as plans hand out intervals; samples that a peer reports unt
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+from heapq import nlargest
 
+from spes_p2p.messages.fields import MAX_INTERVALS
 from spes_p2p.messages.samples import Cursor, Interval
+
+MAX_RETURNED = MAX_INTERVALS // 4
+"""Intervals that a cursor keeps. A peer that leaves returns three assignments at most, each with these and a few more."""
 
 
 def take(cursor: Cursor, count: int, num_samples: int) -> tuple[tuple[Interval, ...], Cursor]:
@@ -19,14 +25,14 @@ def take(cursor: Cursor, count: int, num_samples: int) -> tuple[tuple[Interval, 
     if count < 0 or num_samples <= 0 or not 0 <= cursor.position <= num_samples:
         raise ValueError(f"cannot take {count} samples at position {cursor.position} of an epoch of {num_samples}")
     taken: list[Interval] = []
-    returned = list(cursor.returned)
-    while count > 0 and returned:
-        first = returned.pop(0)
-        used = min(count, len(first))
-        taken.append(Interval(first.epoch, first.start, first.start + used))
-        if used < len(first):
-            returned.insert(0, Interval(first.epoch, first.start + used, first.stop))
-        count -= used
+    returned, used_up = cursor.returned, 0
+    while count > 0 and used_up < len(returned):
+        first = returned[used_up]
+        cut = min(first.stop, first.start + count)
+        taken.append(Interval(first.epoch, first.start, cut))
+        count -= cut - first.start
+        used_up += 1
+    rest = [Interval(first.epoch, cut, first.stop)] if used_up and cut < first.stop else []
     epoch, position = cursor.epoch, cursor.position
     while count > 0:
         if position == num_samples:
@@ -35,16 +41,45 @@ def take(cursor: Cursor, count: int, num_samples: int) -> tuple[tuple[Interval, 
         taken.append(Interval(epoch, position, position + used))
         position += used
         count -= used
-    return tuple(taken), Cursor(epoch, position, tuple(returned))
+    return tuple(taken), Cursor(epoch, position, (*rest, *returned[used_up:]))
 
 
 def give_back(cursor: Cursor, intervals: tuple[Interval, ...]) -> Cursor:
-    """Return the cursor with untrained intervals returned to it.
+    """Return the cursor with untrained intervals returned to it: of more than MAX_RETURNED the longest.
 
     Idempotent: a position returned twice is handed out once. Positions that were never handed out are ignored.
     """
     handed_out = (_before(interval, cursor) for interval in intervals)
-    return Cursor(cursor.epoch, cursor.position, _union((*cursor.returned, *handed_out)))
+    returned = union((*cursor.returned, *handed_out))
+    if len(returned) > MAX_RETURNED:
+        returned = tuple(sorted(nlargest(MAX_RETURNED, returned, key=len)))
+    return Cursor(cursor.epoch, cursor.position, returned)
+
+
+def end_of(assigned: Sequence[Interval], covered: Sequence[Interval]) -> tuple[Interval, ...]:
+    """Return the longest end of an assignment that lies in `covered`, a `union`. Trainers train in order, and return an end."""
+    end: list[Interval] = []
+    for each in reversed(assigned):
+        place = bisect_left(covered, Interval(each.epoch, each.stop, 0)) - 1
+        around = covered[place] if place >= 0 else None
+        if around is None or around.epoch != each.epoch or around.stop < each.stop:
+            break
+        end.append(Interval(each.epoch, max(each.start, around.start), each.stop))
+        if around.start > each.start:
+            break
+    return tuple(reversed(end))
+
+
+def union(intervals: Iterable[Interval]) -> tuple[Interval, ...]:
+    """Return the same positions as sorted, disjoint, non-adjacent, non-empty intervals."""
+    found: list[Interval] = []
+    for interval in sorted(i for i in intervals if len(i) > 0):
+        last = found[-1] if found else None
+        if last is not None and last.epoch == interval.epoch and interval.start <= last.stop:
+            found[-1] = Interval(last.epoch, last.start, max(last.stop, interval.stop))
+        else:
+            found.append(interval)
+    return tuple(found)
 
 
 def _before(interval: Interval, cursor: Cursor) -> Interval:
@@ -54,14 +89,3 @@ def _before(interval: Interval, cursor: Cursor) -> Interval:
     stop = min(interval.stop, cursor.position) if interval.epoch == cursor.epoch else interval.stop
     return Interval(interval.epoch, max(0, interval.start), stop)
 
-
-def _union(intervals: Iterable[Interval]) -> tuple[Interval, ...]:
-    """Return the same positions as sorted, disjoint, non-adjacent, non-empty intervals."""
-    union: list[Interval] = []
-    for interval in sorted(i for i in intervals if len(i) > 0):
-        last = union[-1] if union else None
-        if last is not None and last.epoch == interval.epoch and interval.start <= last.stop:
-            union[-1] = Interval(last.epoch, last.start, max(last.stop, interval.stop))
-        else:
-            union.append(interval)
-    return tuple(union)

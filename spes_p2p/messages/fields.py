@@ -18,8 +18,8 @@ MAX_EXPERTS = 2**12
 MAX_LAYERS = 2**9
 MAX_PARTS = 2**20
 """Parts of a model: 10^12 parameters in parts of 2^20."""
-MAX_INTERVALS = 2**16
-"""Sample intervals in a cursor or of one peer; a plan assigns a few per member and round."""
+MAX_INTERVALS = 2**12
+"""Sample intervals in a cursor or of one peer; a plan assigns a few per member and round (`slices.MAX_RETURNED`)."""
 MAX_REVISIONS = 2**6
 """Part tables of one round. Each costs at least one member, and the exchange timeout allows a few."""
 UPDATES_PER_SIGNATURE = 2**3

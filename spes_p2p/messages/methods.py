@@ -28,13 +28,13 @@ STATUS, HISTORY, CLOCK, DIAL_BACK, SPEED = "status", "history", "clock", "dial_b
 SMALL = 2**12
 """Bytes of a record of a few ids and numbers."""
 LISTS = 2**21
-"""Bytes of a record with MAX_INTERVALS sample intervals (28 bytes each) or MAX_ARCHIVED rounds."""
+"""Bytes of a record with MAX_ARCHIVED rounds, or of a list that people see."""
 WHOLE = MAX_FRAME_BYTES
 """Bytes of a proposal, a commit, certified commits or a manifest, which grow with members and parts."""
 ORDER = 2**19
 """Bytes of a control record with MAX_CHANGES changes of the schedule."""
 WORK = 2**18
-"""Bytes of an announcement: MAX_EXPERTS token counts (37 KB), archived rounds, and some thousand sample intervals."""
+"""Bytes of an announcement: MAX_EXPERTS token counts (37 KB), archived rounds, and MAX_INTERVALS sample intervals (115 KB)."""
 PART = 2**20 + 2**12
 """Bytes of an encoded part with its index and tokens."""
 CHUNK = 2**18

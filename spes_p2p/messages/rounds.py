@@ -305,7 +305,10 @@ class Pong(Extensible):
 
 @dataclass(frozen=True)
 class Ping(Extensible):
-    """Ask whether a peer is alive. `stop_after`: end the phase after this round at its next step, and announce; -1: go on."""
+    """Ask whether a peer is alive. `stop_after`: end the phase after this round at its next step, and announce; -1: go on.
+
+    A peer does so for the coordinator whose turn it is, once half of the phase's trainers are done.
+    """
 
     stop_after: Round
 

@@ -18,6 +18,7 @@ import numpy as np
 
 from spes_p2p.consensus.signed import read_signed
 from spes_p2p.content.pieces import BadPiece, Body, Content, Piece
+from spes_p2p.data.slices import end_of, union
 from spes_p2p.errors import Diverged, PeerUnreachable, Refused, UserError
 from spes_p2p.messages.audits import Audited
 from spes_p2p.messages.codec import WireError
@@ -43,7 +44,7 @@ from spes_p2p.rounds.audits import (
     in_order,
 )
 from spes_p2p.rounds.base import Base
-from spes_p2p.rounds.claims import outstanding, within
+from spes_p2p.rounds.claims import outstanding
 from spes_p2p.rounds.parts import Part
 from spes_p2p.rounds.results import Results
 from spes_p2p.storage.interfaces import Draft
@@ -133,7 +134,7 @@ class Auditing:
             return None
         training, log = self._node.campaign.config.training, self._node.log
         step_tokens = training.batch_size * training.sequence_length
-        returned = sum(map(len, within(announced.untrained, work.slices))) // training.batch_size
+        returned = sum(map(len, end_of(work.slices, union(announced.untrained)))) // training.batch_size
         earlier = outstanding(log.recent(before.round), peer, overlap=False).steps - work.steps
         # What it does not return counts as trained, and so do the tokens that it claims.
         steps = max(1, work.steps - returned, min(work.steps, announced.tokens // step_tokens - earlier))

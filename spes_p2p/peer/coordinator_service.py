@@ -17,7 +17,7 @@ from spes_p2p.messages.rounds import Announcement, Ping, Pong
 from spes_p2p.net.rpc import Stream
 from spes_p2p.net.tasks import end_tasks
 from spes_p2p.peer.coordinator import Coordination
-from spes_p2p.peer.gathering import LateArrivals, RoundContext
+from spes_p2p.peer.gathering import PING_EVERY_S, LateArrivals, RoundContext
 from spes_p2p.peer.node import Node
 from spes_p2p.peer.patience import Patience
 from spes_p2p.peer.phases import PhaseRunner
@@ -47,6 +47,8 @@ class CoordinatorService:
         self._leaves = False
         self._stalled: tuple[int, set[str]] = -1, set()
         """A round, and the reducers that stalled in attempts at it."""
+        self._asked_to_stop_by: set[str] = set()
+        """Coordinators whose request to end the phase is being looked into."""
 
     async def serve(self) -> None:
         """Answer requests from now on."""
@@ -71,11 +73,26 @@ class CoordinatorService:
 
     async def _on_ping(self, stream: Stream) -> None:
         ping, log = unpack(Ping, await stream.message()), self._node.log
-        if ping.stop_after == log.round and stream.remote in log.last.electorate:
-            self._phases.stop_after(ping.stop_after)
+        if ping.stop_after == log.round and stream.remote in set(log.last.electorate) - self._asked_to_stop_by:
+            self._node.spawn(self._stop_if_due(stream.remote))
         failed = log.round + 1 if self._leaves and not self._is_open() else self._failed_round
         exchanging = log.round + 1 if self.patience.is_exchanging() else -1
         await stream.send(pack(Pong(log.round, failed, self._node.decisions.may_vote, self.patience.announced, exchanging)))
+
+    async def _stop_if_due(self, coordinator: str) -> None:
+        """End the phase if a coordinator may ask for it: those before it are gone, and half of the phase's work is done.
+
+        Otherwise any elector could end every phase after one step.
+        """
+        commit, order = self._node.log.last, self._node.coordinators()
+        self._asked_to_stop_by.add(coordinator)
+        try:
+            is_its_turn = not await self._present(order[: order.index(coordinator)])
+            if is_its_turn and await self.patience.is_quorum_ready() and self._node.log.last.id == commit.id:
+                self._phases.stop_after(commit.round)
+            await asyncio.sleep(PING_EVERY_S / 2)
+        finally:
+            self._asked_to_stop_by.discard(coordinator)
 
     async def _on_round(self, stream: Stream) -> None:
         signed, log = unpack(Signed, await stream.message()), self._node.log
@@ -124,20 +141,25 @@ class CoordinatorService:
         """
         if self._is_open():
             return
-        asked = asyncio.gather(*(self._node.endpoint.is_there(peer, PING, pack(Ping(-1))) for peer in coordinators))
+        asked = asyncio.ensure_future(self._present(coordinators))
         opened = asyncio.ensure_future(self._opened.wait())
         try:
             either: set[asyncio.Future[Any]] = {asked, opened}
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
             if self._is_open():
                 return
-            answers = await asked
+            present = await asked
         finally:
             await end_tasks([asked, opened])
-        for peer, answer in zip(coordinators, answers, strict=True):
-            has_failed = answer is None or _has_failed(answer, self._node.log.round + 1)
-            if not has_failed and not self.patience.yields(peer):
-                raise Refused(Code.ALIVE, f"{peer[-6:]} is there to coordinate this round", peer=peer)
+        if present:
+            raise Refused(Code.ALIVE, f"{present[0][-6:]} is there to coordinate this round", peer=present[0])
+
+    async def _present(self, coordinators: Sequence[str]) -> list[str]:
+        """Return those of these coordinators that are there to coordinate the next round: neither failed nor given up."""
+        answers = await asyncio.gather(*(self._node.endpoint.is_there(peer, PING, pack(Ping(-1))) for peer in coordinators))
+        answered = [peer for peer, answer in zip(coordinators, answers, strict=True)
+                    if answer is not None and not _has_failed(answer, self._node.log.round + 1)]
+        return [peer for peer in answered if not self.patience.yields(peer)]
 
     async def _has_base(self, order: Sequence[str]) -> bool:
         """Wait, if this peer is a helper before trainers, for the last base: without it nobody's work can be expected."""

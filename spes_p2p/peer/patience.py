@@ -179,26 +179,32 @@ class Patience:
             return False
         return _now() >= max(self._ready_at, self._since[coordinator]) + self._factor * self._limit_s
 
+    async def is_quorum_ready(self) -> bool:
+        """Return whether half of the phase's trainers, by steps or by number, say that it is over for them."""
+        return await self._ready() is not None
+
     async def _look(self) -> None:
         """Ask the trainers of the phase whether it is over for them."""
         node, commit = self._node, self._node.log.last
         if is_paused(commit.control) and node.controls.newest == commit.control:
             return
-        steps, pace = self._work()
-        others = sorted((set(pace) or steps.keys()) - {node.peer_id})
-        answers = {peer: pong.announced for peer, pong in (await self._ask_some(others)).items()}
-        answers[node.peer_id] = self.announced
-        expected = {peer: steps[peer] for peer in answers if peer in steps}
-        ready = [peer for peer in expected if answers[peer] > commit.round]
-        if 2 * sum(expected[peer] for peer in ready) >= sum(expected.values()):
-            share = MAX_PATIENCE
-        elif 2 * len(ready) >= len(expected):
-            share = HALVES_SHARE
-        else:
+        share = await self._ready()
+        if share is None:
             return
         sync, self._ready_at = node.rules.config.sync, _now()
         waited_s = self._ready_at - node.decisions.learned_at
-        self._limit_s = share * waited_s + ALLOWANCE * sync.silence_s + (0.0 if steps else sync.join_grace_s)
+        self._limit_s = share * waited_s + ALLOWANCE * sync.silence_s + (0.0 if self._work()[0] else sync.join_grace_s)
+
+    async def _ready(self) -> float | None:
+        """Return the share of the time so far that a coordinator may wait for stragglers; None until a quorum is ready."""
+        round_number, (steps, pace) = self._node.log.round, self._work()
+        others = await self._ask_some(sorted({*pace} - {self._node.peer_id}))
+        answers = {self._node.peer_id: self.announced, **{peer: pong.announced for peer, pong in others.items()}}
+        expected = {peer: steps[peer] for peer in answers if peer in pace}
+        ready = [peer for peer in expected if answers[peer] > round_number]
+        if 2 * sum(expected[peer] for peer in ready) >= sum(expected.values()):
+            return MAX_PATIENCE
+        return HALVES_SHARE if 2 * len(ready) >= len(expected) else None
 
     async def _look_for_progress(self, coordinator: str, planned: _Planned) -> None:
         """Ask the trainers of the phase whether they exchange what this coordinator planned.

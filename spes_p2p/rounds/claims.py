@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 
 from spes_p2p.config.campaign import CampaignConfig
 from spes_p2p.consensus.control import is_rollback
+from spes_p2p.data.slices import end_of, union
 from spes_p2p.messages.consensus import Commit
 from spes_p2p.messages.rounds import Announcement
 from spes_p2p.messages.samples import Interval
@@ -39,8 +40,8 @@ class Outstanding:
     """Steps of the phases whose work it can announce now."""
     experts: frozenset[int]
     """Experts that it owned in any phase whose work may be pending. A lost expert's update is announced once more."""
-    samples: tuple[Interval, ...]
-    """Samples of all these phases, and with `sync.overlap` of the phase that runs now."""
+    samples: tuple[tuple[Interval, ...], ...]
+    """Samples of each of these phases, and with `sync.overlap` of the phase that runs now."""
 
 
 def outstanding(recent: Iterable[Commit], peer: str, overlap: bool) -> Outstanding:
@@ -50,7 +51,7 @@ def outstanding(recent: Iterable[Commit], peer: str, overlap: bool) -> Outstandi
     announced is included as a whole, or ages: work that more than MAX_PENDING_ROUNDS rounds left out is discarded by its peer.
     """
     lag = int(overlap)
-    steps, experts, samples = 0, set[int](), list[Interval]()
+    steps, experts, samples = 0, set[int](), list[tuple[Interval, ...]]()
     includes: list[bool] = []
     """By planned round, newest first: whether it includes work of this peer."""
     rolled_back = False
@@ -69,7 +70,7 @@ def outstanding(recent: Iterable[Commit], peer: str, overlap: bool) -> Outstandi
         experts.update(expert for expert, owners in enumerate(commit.owners) if place in owners)
         if not is_included:
             for workload in commit.workloads[place : place + 1]:
-                samples += workload.slices
+                samples.append(workload.slices)
                 steps += workload.steps if age >= lag and not rolled_back else 0
     return Outstanding(steps, frozenset(experts), tuple(samples))
 
@@ -125,13 +126,10 @@ def lately_lost(recent: Sequence[Commit]) -> frozenset[str]:
     )
 
 
-def within(intervals: Iterable[Interval], allowed: Sequence[Interval]) -> tuple[Interval, ...]:
-    """Return the parts of the intervals that lie in the allowed ones."""
-    both = (
-        Interval(each.epoch, max(each.start, other.start), min(each.stop, other.stop))
-        for each in intervals for other in allowed if each.epoch == other.epoch
-    )
-    return tuple(interval for interval in both if len(interval))
+def returned(work: Outstanding, untrained: Iterable[Interval]) -> tuple[Interval, ...]:
+    """Return the samples that a peer returns, of those that it says it did not train: an end of each of its assignments."""
+    covered = union(untrained)
+    return tuple(interval for assigned in work.samples for interval in end_of(assigned, covered))
 
 
 def _with_outstanding(announcement: Announcement, work: Outstanding, config: CampaignConfig) -> Announcement:
@@ -143,5 +141,5 @@ def _with_outstanding(announcement: Announcement, work: Outstanding, config: Cam
         announcement,
         tokens=min(announcement.tokens, tokens),
         routed=tuple(min(count, routed) if expert in work.experts else 0 for expert, count in enumerate(announcement.routed)),
-        untrained=within(announcement.untrained, work.samples),
+        untrained=returned(work, announcement.untrained),
     )

@@ -17,7 +17,7 @@ from spes_p2p.messages.consensus import Commit, Leave, Signed
 from spes_p2p.messages.fields import MAX_BANNED
 from spes_p2p.messages.refusals import Code
 from spes_p2p.messages.rounds import Announcement, Proposal
-from spes_p2p.rounds.claims import outstanding, within
+from spes_p2p.rounds.claims import outstanding, returned
 from spes_p2p.rounds.plan import Rules, check_announcement, make_plan
 from spes_p2p.rounds.planned import Plan
 
@@ -85,9 +85,9 @@ def _derive(inputs: _Inputs) -> Plan:
     _require(_ascends(accused) and announcements.keys().isdisjoint(accused), "its list of accused peers")
     _require(may_exclude(commit, accused), "peers that a proof cannot exclude")
     _require(not any(leave.back for leave in leaves), "a peer that is back")
-    returned = tuple(interval for leave in leaves for interval in leave.untrained)
+    untrained = tuple(interval for leave in leaves for interval in leave.untrained)
     _require(proposal.donors is None or _fits_the_model(proposal, rules), "its merge")
-    return make_plan(recent, proposal, announcements, returned, rules, dict(inputs.services))
+    return make_plan(recent, proposal, announcements, untrained, rules, dict(inputs.services))
 
 
 def may_exclude(commit: Commit, accused: Sequence[str]) -> bool:
@@ -115,8 +115,8 @@ def read_leave(signed: Signed, recent: Sequence[Commit], rules: Rules, identity:
     leave, commit = read_signed(Leave, signed, identity), recent[0]
     if leave.parent != commit.id or signed.peer not in {*commit.members, *commit.electorate}:
         raise Refused(Code.NOT_PROVEN, f"{signed.peer[-6:]} does not leave this round")
-    assigned = outstanding(recent, signed.peer, rules.config.sync.overlap).samples
-    return replace(leave, untrained=within(leave.untrained, assigned))
+    work = outstanding(recent, signed.peer, rules.config.sync.overlap)
+    return replace(leave, untrained=returned(work, leave.untrained))
 
 
 def _fits_the_model(proposal: Proposal, rules: Rules) -> bool:
