@@ -90,7 +90,7 @@ def test_who_types_a_line_that_is_too_long_types_another(checkpoint: Path, monke
     monkeypatch.setattr(sys, "stdin", Typed(lines))
     ended = call("generate", str(checkpoint), *options)
     assert (ended.code, ended.stdout) == (0, f"> > > {expected}\n> ")
-    assert "\nerror: the prompt has " in ended.stderr
+    assert ended.stderr.startswith("error: the prompt has ")
     monkeypatch.setattr(sys, "stdin", io.StringIO(lines))  # a pipe
     ended = call("generate", str(checkpoint), *options)
     assert (ended.code, ended.stdout) == (2, "")
