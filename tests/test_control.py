@@ -7,7 +7,6 @@ import contextlib
 import logging
 import random
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +14,7 @@ import pytest
 from spes_p2p.campaign.orders import CampaignView, parse_order
 from spes_p2p.client.owner import _view
 from spes_p2p.consensus.certificate import vote_message
+from spes_p2p.consensus.commit_log import CommitLog
 from spes_p2p.consensus.control import describe, is_rollback, number_of, owner_of, signed
 from spes_p2p.errors import UPGRADE, PeerUnreachable, Refused, UserError
 from spes_p2p.messages.codec import pack, unpack
@@ -647,19 +647,31 @@ def test_an_order_follows_one_that_is_not_decided_yet_unless_that_rolls_back() -
     async def main() -> None:
         swarm = VirtualSwarm(campaign())
         identity, config = SimulatedIdentity("visitor"), swarm.campaign.config
-        connection: Any = SimpleNamespace(genesis=swarm.genesis, net=SimpleNamespace(identity=identity))
 
-        def seen(newest: Control) -> CampaignView:
-            return _view(connection, config, [Known(newest, 1, 5, 50, (4,))], "address")
+        def seen(newest: Control, applied: Control | None = None) -> CampaignView:
+            log = CommitLog(identity, replace(swarm.genesis, round=5, step=50, control=applied))
+            return _view(log, identity, config, {OWNER: Known(newest, 1, 5, 50, (4,))}, "address")
 
         stopped = record(swarm, 2, "stopped")
         assert parse_order(["resume"])(seen(stopped)).number == 3
         with pytest.raises(UserError, match="the rollback to round 4 is still pending"):
             seen(record(swarm, 2, rollback=4))
         with pytest.raises(UserError, match="stopped permanently"):
-            _view(connection, config, [Known(stopped, 2, 5, 50, ())], "address")
+            seen(stopped, stopped)
 
     simulate(main)
+
+
+@pytest.mark.parametrize(("admission", "kept"), [("friends", (1, 2, 3)), ("invite", (1, 2)), ("open", (1, 2))])
+def test_an_order_believes_certified_commits_and_no_stranger(admission: str, kept: tuple[int, ...]) -> None:
+    swarm = VirtualSwarm(campaign(admission=admission))
+    identity = SimulatedIdentity("visitor")
+    last = replace(swarm.genesis, round=5, step=50, electorate=(OWNER, "A"), members=("A", "B"))
+    lie = Known(record(swarm, 9, "stopped", signer="X"), 9, 10**6, 10**9, (4,), (OWNER,))
+    known = {peer: Known(None, 0, 5, 50, (number,)) for number, peer in enumerate((OWNER, "A", "B"), 1)}
+    view = _view(CommitLog(identity, last), identity, swarm.campaign.config, {**known, "X": lie}, "address")
+    assert (view.newest, view.applied, view.round, view.step, view.excluded) == (None, 0, 5, 50, ())
+    assert view.archived == kept
 
 
 def test_a_ban_stays_in_later_orders_until_it_is_lifted() -> None:

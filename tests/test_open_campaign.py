@@ -353,16 +353,16 @@ def test_a_round_has_room_for_as_many_newcomers_as_for_others() -> None:
     assert len(newcomers) - len(crowded_out(newcomers, services, "c")) == LEAST_NEWCOMERS
 
 
-class OtherBase(Tamper):
-    """Announces a base that nobody has."""
+class Announces(Tamper):
+    """Announces something else."""
 
-    def __init__(self, identity: Identity):
-        self._identity = identity
+    def __init__(self, identity: Identity, **changes: Any):
+        self._identity, self._changes = identity, changes
 
     async def send(self, frame: Frame) -> Frame:
         if (frame.method, frame.is_answer, frame.kind) != (ROUND, False, Kind.MESSAGE):
             return frame
-        return changed(frame, Signed, lambda signed: altered(signed, self._identity, self._identity, base_digest="ab" * 32))
+        return changed(frame, Signed, lambda signed: altered(signed, self._identity, self._identity, **self._changes))
 
 
 @pytest.mark.long
@@ -370,7 +370,9 @@ def test_strangers_in_the_majority_do_not_choose_the_base() -> None:
     async def main() -> None:
         swarm = VirtualSwarm(campaign(total_steps=60, admission="open", sync={"min_peers": 6}))
         for name in "VXYZ":
-            swarm.around[name] = lambda world: tampered(Liar(world, swarm.campaign.config), OtherBase(world.identity))
+            swarm.around[name] = lambda world: tampered(
+                Liar(world, swarm.campaign.config), Announces(world.identity, base_digest="ab" * 32)
+            )
         for name in "AB":
             swarm.invitations[name] = swarm.invitation(name, ELECTOR)
         swarm.start_all("ABVXYZ")
@@ -401,6 +403,24 @@ def test_an_open_campaign_goes_on_with_its_strangers_after_a_rollback() -> None:
         order = signed(Control(swarm.campaign.hash, 1, "running", (), 4, b""), SimulatedIdentity("W"))
         swarm.nodes["W"].decisions.take_control(order)
         await goes_on(swarm, "ABXY", is_rollback)
+
+    simulate(main)
+
+
+def test_no_rollback_is_decided_to_a_base_that_only_a_stranger_says_it_keeps() -> None:
+    async def main() -> None:
+        swarm = open_swarm(10_000, "AB", "")
+        swarm.around["X"] = lambda world: tampered(
+            Liar(world, swarm.campaign.config), Announces(world.identity, archived=(2,))
+        )
+        swarm.start("X")
+        await swarm.until_round(5)
+        order = signed(Control(swarm.campaign.hash, 1, "running", (), 2, b""), SimulatedIdentity("W"))
+        swarm.nodes["W"].decisions.take_control(order)
+        await swarm.until_round(9, 400)
+        log = swarm.nodes["W"].log
+        assert any("X" in each.commit.members for each in log.since(5))
+        assert not any(is_rollback(each.commit) for each in log.since(5))
 
     simulate(main)
 

@@ -38,7 +38,7 @@ class SwarmConnection:
     addresses: Sequence[str]
     campaign: Campaign
     log: CommitLog
-    """Certified commits, as far as `statuses` has learned them."""
+    """Certified commits, as far as `learn_commits` has learned them."""
     net: Libp2p
     endpoint: RpcEndpoint
 
@@ -81,10 +81,10 @@ class SwarmConnection:
 
         answers = await self.ask_peers(STATUS, b"", PeerStatus.from_bytes)
         found = [status for peer, status in answers.items() if status.peer_id == peer]
-        await self._learn_commits({status.peer_id: status.round for status in found})
+        await self.learn_commits({status.peer_id: status.round for status in found})
         return corrected(found, self.log, self.campaign)
 
-    async def _learn_commits(self, claims: Mapping[str, int]) -> None:
+    async def learn_commits(self, claims: Mapping[str, int]) -> None:
         """Bring the log to the newest round that any of these peers proves. `claims`: the last round by peer.
 
         Liars can claim any round, so the owner's helpers and peers of the last commit come first, then a few others.

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from spes_p2p.campaign.orders import CampaignView, MakeControl
 from spes_p2p.client.connection import SwarmConnection, connect
 from spes_p2p.config.campaign import CampaignConfig
+from spes_p2p.consensus.commit_log import CommitLog
 from spes_p2p.consensus.control import is_signed, is_stopped, number_of, owner_of, signed
 from spes_p2p.consensus.milestone import may_roll_back
+from spes_p2p.consensus.output import Identity
 from spes_p2p.errors import UserError
 from spes_p2p.messages.codec import pack, unpack
 from spes_p2p.messages.consensus import Commit, Control, ControlRequest, Known
@@ -37,10 +39,11 @@ async def give_order(addresses: Sequence[str], key: Path, make: MakeControl) -> 
         config = (await swarm.files()).campaign.config
         require_owner(config.name, swarm.genesis, owner, key)
         known = await _ask_all(swarm, None)
-        standing = _view(swarm, config, known, addresses[0])
+        await swarm.learn_commits({peer: each.round for peer, each in known.items()})
+        standing = _view(swarm.log, owner, config, known, addresses[0])
         control = signed(make(standing), owner)
         answers = await _ask_all(swarm, control)
-    accepted = sum(answer.newest == control for answer in answers)
+    accepted = sum(answer.newest == control for answer in answers.values())
     if not accepted:
         raise UserError(f"{addresses[0]}: no peer accepted the order; check spes-p2p status, then repeat it")
     return GivenOrder(control, accepted, len(answers), max(standing.round, 0))
@@ -67,28 +70,29 @@ def require_owner(campaign: str, genesis: Commit, key: RSAIdentity, path: Path) 
         )
 
 
-def _view(swarm: SwarmConnection, config: CampaignConfig, known: Sequence[Known], address: str) -> CampaignView:
-    """Merge what the peers know. Raises UserError if no peer answers or the campaign accepts no more orders."""
+def _view(log: CommitLog, identity: Identity, config: CampaignConfig, known: Mapping[str, Known], address: str) -> CampaignView:
+    """Merge what the peers know with the certified commits. Raises UserError if no peer answers or no more orders are accepted.
+
+    Who keeps the base for a rollback is known by the word of those that the owner vouches for: helpers and electors, and among
+    friends the members.
+    """
     if not known:
         raise UserError(f"{address}: connected, but no peer of the campaign answers; try again in a moment")
-    genesis, identity = swarm.genesis, swarm.net.identity
-    valid = [each.newest for each in known if each.newest is not None and is_signed(each.newest, genesis, identity)]
-    newest = max(valid, key=number_of, default=None)
-    applied = max(each.applied for each in known)
+    genesis, last = log.genesis, log.last
+    told = [each.newest for each in known.values() if each.newest is not None and is_signed(each.newest, genesis, identity)]
+    newest = max((*told, last.control), key=number_of)
+    applied = number_of(last.control)
     if is_stopped(newest) and number_of(newest) <= applied:
         raise UserError("the campaign is stopped permanently; export its model with spes-p2p export")
-    round_number = max(each.round for each in known)
-    if newest is not None and newest.number > applied and may_roll_back(newest.rollback, round_number):
+    if newest is not None and newest.number > applied and may_roll_back(newest.rollback, last.round):
         raise UserError(f"the rollback to round {newest.rollback} is still pending; repeat the order after the next round")
-    archived = sorted({kept for each in known for kept in each.archived})
-    step = max(each.step for each in known)
-    excluded = next(each.excluded for each in known if each.round == round_number)
+    vouched = {*last.helpers, *last.electorate, *(last.members if config.admission == "friends" else ())}
+    archived = sorted({kept for peer in vouched & known.keys() for kept in known[peer].archived})
     return CampaignView(
-        genesis.campaign, owner_of(genesis), config, newest, round_number, step, tuple(archived), excluded, applied
+        genesis.campaign, owner_of(genesis), config, newest, last.round, last.step, tuple(archived), last.excluded, applied
     )
 
 
-async def _ask_all(swarm: SwarmConnection, control: Control | None) -> list[Known]:
+async def _ask_all(swarm: SwarmConnection, control: Control | None) -> dict[str, Known]:
     """Send the record to all peers; return what each answering peer knows."""
-    answers = await swarm.ask_peers(CONTROL, pack(ControlRequest(control)), lambda reply: unpack(Known, reply))
-    return list(answers.values())
+    return await swarm.ask_peers(CONTROL, pack(ControlRequest(control)), lambda reply: unpack(Known, reply))

@@ -9,6 +9,7 @@ import math
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
+from spes_p2p.consensus.admission import standing_of
 from spes_p2p.consensus.electorate import taking_turns
 from spes_p2p.messages.codec import WireError, pack, unpack
 from spes_p2p.messages.consensus import Commit, Signed
@@ -129,8 +130,13 @@ class Gathering:
         self.changed.set()
 
     def keeps_base_of(self, round_number: int) -> bool:
-        """Return whether a member that is present keeps the base of this round."""
-        return any(round_number in self.announced[peer].archived for peer in self.alive)
+        """Return whether a member that is present and that the owner vouches for says that it keeps the base of this round."""
+        rule, helpers = self._context.node.rules.config.admission, self._context.parent.helpers
+        present = {peer: self.announced[peer] for peer in self.alive}
+        return any(
+            round_number in each.archived and standing_of(rule, peer, each.invitation, helpers) == "vouched"
+            for peer, each in present.items()
+        )
 
     async def wait(self) -> None:
         """Wait until every living trainer with an assignment has announced; tell stragglers to stop, then go on without them.
