@@ -12,6 +12,8 @@ from spes_p2p.client.alerts import alerts
 from spes_p2p.client.dashboard.directory import seen
 from spes_p2p.client.proven import corrected, learn_commits
 from spes_p2p.consensus.commit_log import CommitLog
+from spes_p2p.messages.audits import Audited
+from spes_p2p.messages.consensus import Verdict
 from spes_p2p.messages.presence import PeerStatus
 from spes_p2p.net.rpc import RpcEndpoint
 from spes_p2p.observe.swarm_status import gather
@@ -107,6 +109,19 @@ def test_scores_are_those_of_electors_in_an_open_campaign(log: CommitLog) -> Non
     log_of_open = CommitLog(SimulatedIdentity("client"), replace(only, round=-1))
     judged = [replace(each, round=0) for each in judged]
     assert gather(corrected(judged, log_of_open, open_campaign)).scores == {"A": 0.1}
+
+
+def test_an_audit_is_shown_where_a_certified_commit_has_the_verdict(log: CommitLog) -> None:
+    open_campaign = campaign(total_steps=100, admission="open")
+    passed, false = Audited(3, "B", True, 4, 0.99, 1.0), Audited(4, "B", False, 4, 0.1, 0.2)
+    told = [
+        replace(each, campaign_hash=open_campaign.hash, round=0, audits=(passed,) if each.peer_id == "A" else (false, passed))
+        for each in honest(log)
+    ]
+    last = replace(log.last, electorate=("W", "C"), verdicts=(Verdict("A", "B", 3, True), Verdict("A", "B", 4, True)))
+    shown = corrected(told, CommitLog(SimulatedIdentity("client"), replace(last, round=-1)), open_campaign)
+    assert gather(shown).audits == {"B": passed}
+    assert {each.peer_id: each.audits for each in shown if each.audits} == {"A": (passed,)}, "also of an auditor without a vote"
 
 
 def test_peers_of_another_campaign_are_left_out(log: CommitLog) -> None:

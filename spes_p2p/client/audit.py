@@ -23,8 +23,6 @@ class FoundAudit:
 
     auditor: str
     audit: Audited
-    is_committed: bool
-    """Whether one of the last commits has the verdict."""
 
 
 @dataclass(frozen=True)
@@ -58,18 +56,16 @@ async def fetch_audits(addresses: Sequence[str], peer: str) -> PeerAudits:
 
 
 def peer_audits(statuses: Sequence[PeerStatus], log: CommitLog, peer: str) -> PeerAudits:
-    """Return what the auditors among these peers say of another. Raises UserError where they say nothing."""
-    recent = log.recent(log.round)
-    committed = {(each.auditor, each.peer, each.round) for commit in recent for each in commit.verdicts}
-    found = [
-        FoundAudit(status.peer_id, audit, (status.peer_id, peer, audit.round) in committed)
-        for status in statuses for audit in status.audits if audit.peer == peer
-    ]
+    """Return what the auditors among these peers found of another. Raises UserError where they say nothing.
+
+    `statuses`: with audits whose verdicts are committed (`proven.corrected`).
+    """
+    found = [FoundAudit(status.peer_id, audit) for status in statuses for audit in status.audits if audit.peer == peer]
     if not found:
         raise UserError(f"{peer}: no vouched trainer that answers has audited this peer lately; to have its phases audited: "
                         f"spes-p2p control ADDRESS --key KEY audit {peer}, with two vouched trainers")
     found.sort(key=lambda each: (each.audit.round, each.auditor))
-    return PeerAudits(peer, log.round, tuple(found), peer not in still_convicted(recent))
+    return PeerAudits(peer, log.round, tuple(found), peer not in still_convicted(log.recent(log.round)))
 
 
 def render_audits(found: PeerAudits) -> RenderableType:
@@ -81,7 +77,6 @@ def render_audits(found: PeerAudits) -> RenderableType:
         audit = each.audit
         figures = (f"{audit.cosine:.3f}", f"{audit.norm_ratio:.2f}") if audit.steps else ("-", "-")
         verdict = "passed" if audit.passed else "failed" if audit.steps else "failed: shows no moments"
-        table.add_row(str(audit.round), short_peer(each.auditor), str(audit.steps), *figures,
-                      verdict if each.is_committed else f"{verdict} (in no recent commit)")
+        table.add_row(str(audit.round), short_peer(each.auditor), str(audit.steps), *figures, verdict)
     work = "gets work" if found.gets_work else "gets no work: two auditors failed it within the last commits"
     return Group(f"{found.peer} at round {found.round}: {work}", table)

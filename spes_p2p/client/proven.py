@@ -7,11 +7,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from spes_p2p.config.campaign import Campaign
-from spes_p2p.consensus.commit_log import CommitLog
+from spes_p2p.consensus.commit_log import KEPT_READ, CommitLog
 from spes_p2p.consensus.control import describe
 from spes_p2p.errors import PeerUnreachable, Refused
+from spes_p2p.messages.audits import Audited
 from spes_p2p.messages.codec import WireError, pack
-from spes_p2p.messages.consensus import Commit, CommitsRequest, Decide
+from spes_p2p.messages.consensus import Commit, CommitsRequest, Decide, Verdict
 from spes_p2p.messages.fields import LONGEST_WORD
 from spes_p2p.messages.methods import COMMITS
 from spes_p2p.messages.presence import PeerStatus
@@ -45,8 +46,10 @@ def corrected(statuses: Sequence[PeerStatus], log: CommitLog, campaign: Campaign
 
     What a peer of the last commits says of round, end, tokens, owners, electors and orders is replaced by what the commit of
     its round says. Peers that no recent commit names, and those that claim a round which no commit proves, keep what concerns
-    only themselves. In an open campaign only electors judge others: all of them are vouched for.
+    only themselves. In an open campaign only electors judge others, since all of them are vouched for; an audit counts where a
+    commit has its verdict.
     """
+    verdicts = _verdicts(log)
     known = frozenset[str]().union(*(commit.participants for commit in log.recent(log.round)))
     found = []
     for status in statuses:
@@ -57,12 +60,22 @@ def corrected(statuses: Sequence[PeerStatus], log: CommitLog, campaign: Campaign
             continue
         judges = campaign.config.admission == "open" and status.peer_id in log.last.electorate
         status = replace(status, campaign=campaign.config.name, scores=status.scores if judges else {},
-                         audits=status.audits if judges else ())
+                         audits=tuple(each for each in status.audits if _verdict(status.peer_id, each) in verdicts))
         if status.validation_round > log.round:
             status = replace(status, validation_round=0, validation_loss=float("nan"))
         is_proven = status.base_digest and max(0, log.begins) <= status.round <= log.round
         found.append(_as_committed(status, log.commit_at(status.round), campaign) if is_proven else status)
     return found
+
+
+def _verdicts(log: CommitLog) -> set[Verdict]:
+    """Return the verdicts of the commits that a log has at hand."""
+    numbers = range(max(log.begins, log.round - KEPT_READ + 1), log.round + 1)
+    return {verdict for number in numbers for verdict in log.commit_at(number).verdicts}
+
+
+def _verdict(auditor: str, audited: Audited) -> Verdict:
+    return Verdict(auditor, audited.peer, audited.round, audited.passed)
 
 
 def _as_committed(status: PeerStatus, commit: Commit, campaign: Campaign) -> PeerStatus:

@@ -75,7 +75,7 @@ class SwarmStatus:
     """By member, in an open campaign: nats per token by which its experts' last steps lower the held-out loss. The median over
     the vouched trainers that judged; negative: harm."""
     audits: Mapping[str, Audited]
-    """By member, in an open campaign: the last audit of its training, by any auditor."""
+    """By member, in an open campaign: the last audit of its training whose verdict a commit has, with its auditor's figures."""
 
     @property
     def assembled(self) -> bool:
