@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from spes_p2p.errors import PeerUnreachable, Refused
 from spes_p2p.messages import consensus, content, presence, refusals, rounds
 from spes_p2p.messages.codec import WireError, pack, unpack
+from spes_p2p.messages.fields import MAX_INTERVALS
 from spes_p2p.messages.framing import HEADER, IGNORABLE, MAX_FRAME_BYTES, Kind
 from spes_p2p.messages.methods import METHODS, PING, ROUND
 from spes_p2p.messages.refusals import Code
@@ -32,6 +33,7 @@ from spes_p2p.net.shares import (
     STREAMS_PER_OUTSIDER,
     Shares,
 )
+from spes_p2p.net.turns import WAITING_S
 from spes_p2p.testing.memory_network import MemoryNetwork
 from spes_p2p.testing.virtual_loop import run_virtual
 
@@ -137,14 +139,114 @@ def test_frames_of_a_stranger_are_read_at_a_pace_and_those_of_a_member_at_once()
 def test_an_outsider_whose_request_waits_for_its_turn_is_not_given_up() -> None:
     async def main() -> float:
         host = Host()
-        await host.serve()
-        for i in range(200):
-            await (await host.channel(f"X{i}")).send(bytes(4000))
-        while host.frames < 200:
-            await asyncio.sleep(0.1)
+        await host.endpoint.serve(PING, answered)
+        asking = [RpcEndpoint(host.network.transport(f"X{i}"), SILENCE_S) for i in range(140)]
+        await asyncio.gather(*(each.ask("B", PING, bytes(4000)) for each in asking))
         return asyncio.get_running_loop().time()
 
-    assert run_virtual(asyncio.wait_for(main(), 100.0)) > 2 * OUTSIDER_SILENCES * SILENCE_S
+    assert run_virtual(asyncio.wait_for(main(), 100.0)) > 1.2 * OUTSIDER_SILENCES * SILENCE_S
+
+
+@pytest.mark.parametrize("body", [OUTSIDER_FRAME_BYTES - 2**12, 1])
+def test_identities_that_come_and_go_keep_no_newcomer_waiting(body: int) -> None:
+    """Twenty a second, for a minute, each with all that one may send at once, or with as many streams as it may have."""
+
+    async def main() -> list[float]:
+        host, tasks, clock = Host(), list[asyncio.Task[None]](), asyncio.get_running_loop().time
+        await host.endpoint.serve(ROUND, answered)
+
+        async def attack(name: str) -> None:
+            streams, transport = 1 if body > 1 else STREAMS_PER_OUTSIDER, host.network.transport(name)
+            channels = [await transport.open("B", ROUND) for _ in range(streams)]
+            with contextlib.suppress(PeerUnreachable):
+                for channel in channels:
+                    await channel.send(bytes(body))
+            await asyncio.sleep(0.1)
+            for channel in channels:
+                channel.abort()
+
+        took, me = list[float](), RpcEndpoint(host.network.transport("honest"), SILENCE_S)
+        for i in range(1200):
+            tasks.append(asyncio.ensure_future(attack(f"X{i}")))
+            if i % 200 == 199:
+                began = clock()
+                assert await me.ask("B", ROUND, bytes(1000), 60.0) == b"here"
+                took.append(clock() - began)
+            await asyncio.sleep(0.05)
+        await asyncio.gather(*tasks)
+        return took
+
+    assert max(run_virtual(main())) < SILENCE_S
+
+
+async def answered(stream: Stream) -> None:
+    await stream.message()
+    await stream.send(b"here")
+
+
+def test_a_header_without_its_body_takes_nobody_s_time() -> None:
+    """200 identities each promise the longest frame that they may send, and leave."""
+
+    async def main() -> float:
+        host, serving = Host(), list[asyncio.Task[None]]()
+        await host.endpoint.serve(ROUND, answered)
+        for i in range(200):
+            wire = ByteStream()
+            wire.connection_made(NoTransport())
+            serving.append(asyncio.ensure_future(host.endpoint._answer(ROUND, StreamChannel(f"X{i}", wire))))
+            header = HEADER.pack(Kind.MESSAGE, OUTSIDER_FRAME_BYTES)
+            await asyncio.sleep(0.01)
+            wire.get_buffer(-1)[: len(header)] = header
+            wire.buffer_updated(len(header))
+            await asyncio.sleep(0.01)
+            wire.connection_lost(None)
+        began = asyncio.get_running_loop().time()
+        await RpcEndpoint(host.network.transport("honest"), SILENCE_S).ask("B", ROUND, bytes(1000), 1000.0)
+        took_s = asyncio.get_running_loop().time() - began
+        await asyncio.gather(*serving)
+        return took_s
+
+    assert run_virtual(main()) < 0.1
+
+
+class NoTransport(asyncio.Transport):
+    """The socket of an attacker."""
+
+    def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
+        """Do nothing, as all others."""
+
+    def writelines(self, list_of_data: object) -> None:
+        """Drop it."""
+
+    def is_closing(self) -> bool:
+        """It is not."""
+        return False
+
+    def close(self) -> None:
+        """Do nothing."""
+
+    abort = pause_reading = resume_reading = close
+
+
+def test_where_too_much_waits_those_that_took_most_are_refused_and_turns_are_given_up_for_nothing() -> None:
+    async def main() -> None:
+        shares, last = Shares(), STREAMS_OF_OUTSIDERS
+        shares.is_known = lambda peer: False
+        waiting = [asyncio.ensure_future(shares.pace(f"X{i}", OUTSIDER_FRAME_BYTES)) for i in range(last)]
+        await asyncio.sleep(0.5)
+        assert WAITING_S / 2 < shares._turns.waiting_s <= WAITING_S
+        small = asyncio.ensure_future(shares.pace("small", 1000))
+        await asyncio.wait_for(small, 1.5)
+        refused = [each.exception() for each in waiting if each.done() and each.exception() is not None]
+        assert all(isinstance(each, Refused) and each.code is Code.BUSY for each in refused)
+        assert last - 15 < len(refused) < last
+        for each in waiting:
+            each.cancel()
+        await asyncio.sleep(0)
+        assert shares._turns.waiting_s == 0.0
+        await asyncio.wait_for(shares.pace("another", OUTSIDER_FRAME_BYTES), 1.5)
+
+    run_virtual(main())
 
 
 def test_all_outsiders_together_have_a_pace() -> None:
@@ -286,7 +388,7 @@ def test_more_items_than_a_field_may_have_are_refused_before_they_are_read() -> 
     announcement = [*["c" * 64, 10, 1, 0, 0.0, "d" * 64, "e" * 64, 0, [], 0, 0.0, 0.0, 0.0, None], [[0, 1, 2]] * 2**20]
     data = msgpack.packb(announcement)
     tracemalloc.start()
-    with pytest.raises(WireError, match="at most 65536"):
+    with pytest.raises(WireError, match=f"at most {MAX_INTERVALS}"):
         unpack(rounds.Announcement, data)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()

@@ -32,11 +32,17 @@ class Intake:
         return None
 
     async def hold(self, size: int) -> None:
-        """Account for a frame that arrives; wait while the other end takes too much of this one."""
-        if self._is_paced:
-            await self._shares.pace(self._remote, size + FRAME_COST)
+        """Account for a frame that arrives; wait while the other end takes too much of this one's memory."""
         await self._shares.hold(self._remote, size)
         self._held += size
+
+    async def take_turn(self, size: int) -> None:
+        """Account for a frame that has arrived; wait while the other end, or all outsiders, take too much of this one's time.
+
+        Raises Refused where too many wait.
+        """
+        if self._is_paced:
+            await self._shares.pace(self._remote, size + FRAME_COST)
 
     def release(self, size: int) -> None:
         """Account for a frame that was read."""

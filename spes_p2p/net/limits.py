@@ -26,14 +26,18 @@ class Pacer:
 
     async def let_pass(self, size: int) -> None:
         """Return when the line has carried these bytes and those before them."""
+        if (carried_in_s := self.take(size)) > 0:
+            await asyncio.sleep(carried_in_s)
+
+    def take(self, size: int) -> float:
+        """Count these bytes; return the seconds until the line has carried them and those before them."""
         now = asyncio.get_running_loop().time()
         self._free_at = max(self._free_at, now - self._burst_s) + size / self.bytes_per_s
-        if self._free_at > now:
-            await asyncio.sleep(self._free_at - now)
+        return self._free_at - now
 
-    def is_idle(self) -> bool:
-        """Return whether nothing has passed for so long that it makes no difference."""
-        return self._free_at <= asyncio.get_running_loop().time() - self._burst_s
+    def taken_s(self) -> float:
+        """Return the seconds of the line that were taken and are not made up for; 0 when nothing passed for long enough."""
+        return max(0.0, self._free_at - asyncio.get_running_loop().time() + self._burst_s)
 
 
 class Allowance:

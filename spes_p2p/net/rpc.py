@@ -215,11 +215,17 @@ class Stream:
                 self._heartbeats.frame(message.kind == Kind.HEARTBEAT)
                 if message.kind == Kind.REFUSAL:
                     raise Refused.read(message.body)
-                if message.kind == Kind.HEARTBEAT or message.kind >= IGNORABLE:
+                says_nothing = message.kind == Kind.HEARTBEAT or message.kind >= IGNORABLE
+                if not says_nothing:
+                    self._end_waiting_for_request()
+                with self._heartbeats.not_reading():
+                    await self._intake.take_turn(len(message.body))
+                if says_nothing:
                     self._intake.release(len(message.body))
                     continue
                 self._count(0, len(message.body), self._loop.time())
                 await self._put(message)
+            self._end_waiting_for_request()
             self._heartbeats.expect_no_more()
             await self._put(None)
         except (PeerUnreachable, Refused) as error:
@@ -237,7 +243,7 @@ class Stream:
                 await asyncio.wait_for(self.refuse(refused), self._detector.ceiling_s)
             raise refused
         is_request = self._request_due is not None and kind < IGNORABLE and kind != Kind.HEARTBEAT
-        if is_request:  # that it waits here for outsiders before it is not its sender's delay
+        if is_request:  # that it waits here is not its sender's delay
             self._end_waiting_for_request()
         with self._heartbeats.not_reading():
             await self._intake.hold(size)
@@ -251,7 +257,6 @@ class Stream:
 
     async def _put(self, message: Message | None) -> None:
         """Queue a message for `receive`."""
-        self._end_waiting_for_request()
         with self._heartbeats.not_reading():
             if self._line.down is not None and message is not None and message.body:
                 await self._line.down.let_pass(len(message.body))
@@ -366,7 +371,8 @@ class RpcEndpoint:
         place.end = partial(stream.break_off, PeerUnreachable(f"{channel.remote[-6:]} makes room for other newcomers"))
         stream.expect_request()
         try:
-            await self.shares.pace(channel.remote, STREAM_COST)
+            if not self.shares.is_known(channel.remote):
+                await stream.alive(self.shares.pace(channel.remote, STREAM_COST))
             self.admit(channel.remote, method)
             await self._handlers[method](stream)
             await stream.finish()

@@ -1,7 +1,8 @@
 """What each other peer takes of this one: open streams, bytes that wait to be read, and for outsiders also pace.
 
 An outsider is a peer that neither the last commit nor an open plan names. Anybody can be as many outsiders as they like, so
-what they take together is bounded too, below what slows a round. A frame is charged before its body is read.
+what they take together is bounded too, below what slows a round. A frame's memory is charged before its body is read, its pace
+once it is there: nobody takes the time of others by promising bytes.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from spes_p2p.net.limits import Pacer
+from spes_p2p.net.turns import Turns
 
 STREAMS_PER_PEER = 256
 """Streams that one peer may have open here. A member opens some dozens in an exchange."""
@@ -58,7 +60,7 @@ class Shares:
         """Peers with open streams or held bytes that were outsiders when they came."""
         self._freed = asyncio.Event()
         self._pace: dict[str, Pacer] = {}
-        self._pace_of_all = Pacer(OUTSIDERS_BITS, OUTSIDERS_BURST_S)
+        self._turns = Turns(OUTSIDERS_BITS, OUTSIDERS_BURST_S)
 
     def enter(self, peer: str) -> Place | None:
         """Count a stream that this peer opened; None when it has too many.
@@ -104,13 +106,14 @@ class Shares:
             self._forget_if_gone(peer)
 
     async def pace(self, peer: str, cost: int) -> None:
-        """Wait until an outsider may send this much more; a member never waits."""
+        """Wait until this much of an outsider may be handled; a member never waits. Raises Refused where too much waits."""
         if self.is_known(peer):
             return
         if len(self._pace) >= 2 * STREAMS_OF_OUTSIDERS:
-            self._pace = {each: pacer for each, pacer in self._pace.items() if not pacer.is_idle()}
-        await self._pace.setdefault(peer, Pacer(OUTSIDER_BITS, OUTSIDERS_BURST_S)).let_pass(cost)
-        await self._pace_of_all.let_pass(cost)
+            self._pace = {each: pacer for each, pacer in self._pace.items() if pacer.taken_s()}
+        own = self._pace.setdefault(peer, Pacer(OUTSIDER_BITS, OUTSIDERS_BURST_S))
+        await own.let_pass(cost)
+        await self._turns.wait(cost, own.taken_s())
 
     def _is_full(self, peer: str, size: int) -> bool:
         if self.is_known(peer):
