@@ -183,10 +183,18 @@ def test_what_a_peer_passed_before_its_probation_began_again_does_not_end_it() -
     passed, failing = announced(Audited(number, "X", True, 4, 1.0, 1.0)), announced(failed(number))
     recent[0] = replace(recent[0], drawn=("X",))
     assert [each.passed for each in verdicts_of({auditor: passed}, everybody(), recent, ())] == [True]
-    for setback in (replace(recent[0], rejected=(3,)), replace(recent[0], convicted=(3,))):
+    stepped_out = commits(4, members="ABCY")[0]
+    for setback in (
+        replace(recent[0], rejected=(3,)), replace(recent[0], convicted=(3,)),
+        replace(recent[0], verdicts=(Verdict("Z", "X", number, False),)),
+    ):
         since = [setback, *recent[1:]]
         assert not verdicts_of({auditor: passed}, everybody(), since, ())
         assert [each.passed for each in verdicts_of({auditor: failing}, everybody(), since, ())] == [False]
+    away = [replace(stepped_out, round=recent[0].round + 1, drawn=("X",)), *recent]
+    assert not verdicts_of({auditor: passed}, everybody(), away, ()), "nor does an older one after it left a later audit"
+    of_the_draw = replace(away[0], round=recent[0].round, drawn=("X",))
+    assert len(verdicts_of({auditor: passed}, everybody(), [of_the_draw, *recent[1:]], ())) == 1
 
 
 def test_who_was_drawn_and_is_away_or_failed_is_on_probation_until_it_passes_an_audit() -> None:

@@ -124,19 +124,20 @@ def add_service(services: dict[str, Service], commit: Commit) -> None:
         if verdict.passed:
             before = services.get(verdict.peer, NO_SERVICE)
             services[verdict.peer] = replace(before, audits=before.audits + 1)
-    for peer in owes_an_audit(commit) & services.keys():
+    for peer in owes_an_audit(commit).keys() & services.keys():
         services[peer] = replace(services[peer], audits=0)
     for peer in begins_anew(commit):
         services.pop(peer, None)
 
 
-def owes_an_audit(commit: Commit) -> set[str]:
+def owes_an_audit(commit: Commit) -> dict[str, int]:
     """Return the peers whose probation waits for an audit from this commit on: they failed one, or were drawn and are away.
 
-    Without this a trainer that is past probation could claim phases that it did not train, and leave whenever it is drawn.
+    By peer: the first round of which a passed audit counts. Without this a trainer that is past probation could claim phases
+    that it did not train, and leave whenever it is drawn.
     """
-    failed = {verdict.peer for verdict in commit.verdicts if not verdict.passed}
-    return failed | set(commit.drawn).difference(commit.members)
+    failed = {verdict.peer: verdict.round + 1 for verdict in commit.verdicts if not verdict.passed}
+    return failed | dict.fromkeys(set(commit.drawn).difference(commit.members), commit.round - 1)
 
 
 def begins_anew(commit: Commit) -> Collection[str]:

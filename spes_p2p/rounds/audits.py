@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from hashlib import sha256
 
 from spes_p2p.config.campaign import CampaignConfig
-from spes_p2p.consensus.admission import NO_SERVICE, Service, begins_anew, is_past_probation
+from spes_p2p.consensus.admission import NO_SERVICE, Service, begins_anew, is_past_probation, owes_an_audit
 from spes_p2p.messages.consensus import Commit, Verdict, Workload
 from spes_p2p.messages.fields import MAX_VERDICTS
 from spes_p2p.messages.rounds import Announcement
@@ -142,17 +142,17 @@ def verdicts_of(
     """Return the verdicts that a round takes up: of vouched auditors whose turn it was, about drawn peers, once each.
 
     `recent`: the last commits before the round, newest first. `drawn`: the peers that the first of them draws. What a peer
-    passed before its probation began again is left out.
+    passed of a round before a setback is left out.
     """
     vouched = {member.peer for member in members if member.standing == "vouched" and member.trains}
     known = {(each.auditor, each.peer, each.round) for commit in recent for each in commit.verdicts}
-    begun = {peer: commit.round for commit in reversed(recent) for peer in begins_anew(commit)}
+    counts_from = _counts_from(recent)
     drawn_by = (drawn, *(commit.drawn for commit in recent))
     draws = {commit.round: (commit, peers) for commit, peers in zip(recent, drawn_by, strict=False)}
     found = []
     for auditor in sorted(vouched & announcements.keys()):
         for each in announcements[auditor].audited:
-            is_stale = each.passed and each.round <= begun.get(each.peer, -1)
+            is_stale = each.passed and each.round < counts_from.get(each.peer, 0)
             if each.round not in draws or is_stale or (auditor, each.peer, each.round) in known:
                 continue
             commit, peers = draws[each.round]
@@ -160,6 +160,16 @@ def verdicts_of(
                 known.add((auditor, each.peer, each.round))
                 found.append(Verdict(auditor, each.peer, each.round, each.passed))
     return tuple(found[:MAX_VERDICTS])
+
+
+def _counts_from(recent: Sequence[Commit]) -> dict[str, int]:
+    """Return by peer that had a setback the first round of which a passed audit counts."""
+    found: dict[str, int] = {}
+    for commit in recent:
+        anew = dict.fromkeys(begins_anew(commit), commit.round + 1)
+        for peer, number in (*owes_an_audit(commit).items(), *anew.items()):
+            found[peer] = max(number, found.get(peer, 0))
+    return found
 
 
 def convicted_by(verdicts: Sequence[Verdict], members: Sequence[Member], recent: Sequence[Commit]) -> tuple[int, ...]:
