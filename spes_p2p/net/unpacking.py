@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from spes_p2p.messages.codec import Buffer, unpack
 
@@ -18,6 +19,11 @@ _READER = ThreadPoolExecutor(1, "unpack")
 
 async def unpack_beside(cls: type[Record], data: Buffer) -> Record:
     """As `unpack`, in a worker thread where the record is large. Raises WireError."""
-    if len(data) < LARGE_BYTES:
-        return unpack(cls, data)
-    return await asyncio.get_running_loop().run_in_executor(_READER, unpack, cls, data)
+    return await beside(len(data), unpack, cls, data)
+
+
+async def beside(size: int, read: Callable[..., Record], *args: Any) -> Record:
+    """Return `read(*args)`, which reads a record of `size` bytes: in a worker thread where that is large."""
+    if size < LARGE_BYTES:
+        return read(*args)
+    return await asyncio.get_running_loop().run_in_executor(_READER, read, *args)

@@ -12,7 +12,7 @@ from spes_p2p.consensus.control import is_paused, takes_part
 from spes_p2p.consensus.electorate import quorum
 from spes_p2p.consensus.signed import sign
 from spes_p2p.errors import PeerUnreachable, Refused, UserError, refusal_line
-from spes_p2p.messages.codec import WireError, pack, unpack
+from spes_p2p.messages.codec import WireError, pack
 from spes_p2p.messages.consensus import CertifiedCommit
 from spes_p2p.messages.framing import Kind, Message
 from spes_p2p.messages.methods import PING, ROUND
@@ -271,7 +271,8 @@ class RoundMember:
                     if reply.kind == Kind.IN_FULL:
                         await stream.send(self._report(exchange, in_full=True), kind=Kind.REPORT)
                     elif reply.kind == Kind.REVISION:
-                        more = self._replica.exchanges.revise(plan, unpack(Revision, reply.body))
+                        revision = await unpack_beside(Revision, reply.body)
+                        more = self._replica.exchanges.revise(plan, revision)
                         exchanges += more
                         work = asyncio.gather(*([work] if work else []), *(each.run(complain) for each in more))
                     else:

@@ -21,6 +21,7 @@ from spes_p2p.messages.methods import INPUTS
 from spes_p2p.messages.refusals import Code
 from spes_p2p.messages.rounds import Inputs, InputsRequest, Pushed, Unanswered, WrongSum
 from spes_p2p.net.rpc import Stream
+from spes_p2p.net.unpacking import unpack_beside
 from spes_p2p.observe.events import Observer, ResultsChecked
 from spes_p2p.peer.exchanges import Exchanges
 from spes_p2p.peer.kept_inputs import Input
@@ -93,12 +94,12 @@ class Checking:
         endpoint, request = self._node.endpoint, pack(InputsRequest(plan, part))
         for wait_s in ASK_AGAIN_S:
             try:
-                return unpack(Inputs, await endpoint.ask(reducer, INPUTS, request, 2 * endpoint.silence_s))
+                return await unpack_beside(Inputs, await endpoint.ask(reducer, INPUTS, request, 2 * endpoint.silence_s))
             except Refused as refused:
                 if refused.code is not Code.BEHIND:
                     raise
             await asyncio.sleep(wait_s)
-        return unpack(Inputs, await endpoint.ask(reducer, INPUTS, request, 2 * endpoint.silence_s))
+        return await unpack_beside(Inputs, await endpoint.ask(reducer, INPUTS, request, 2 * endpoint.silence_s))
 
     async def update_of(self, results: Results, part: Part, member: int) -> Body:
         """Return a member's encoded update of a mean of the last round, from its reducer, for an audit of this member.

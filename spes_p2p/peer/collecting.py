@@ -15,6 +15,7 @@ from spes_p2p.messages.framing import Kind
 from spes_p2p.messages.refusals import Code
 from spes_p2p.messages.rounds import Report, Revision, Staged, Stalled
 from spes_p2p.net.rpc import Stream
+from spes_p2p.net.unpacking import beside
 from spes_p2p.peer.gathering import PING_EVERY_S, Gathering, RoundContext
 from spes_p2p.peer.transfers import COMPLAINT_SILENCES
 from spes_p2p.rounds.commit import check_staged, disagreeing, lost_reducers
@@ -56,11 +57,11 @@ class StagedReports:
         """Note that this member's stream has ended."""
         self._known.pop(stream, None)
 
-    def take(self, index: int, report: Report) -> None:
+    async def take(self, index: int, report: Report) -> None:
         """Take a member's report. One that precedes a revision is dropped: another follows. Raises Refused, WireError."""
         if report.staged.peer != self.results.plan.members[index].peer:
             raise Refused(Code.NOT_ALLOWED, "the report of another peer")
-        staged = read_signed(Staged, report.staged, self._identity)
+        staged = await beside(len(report.staged.record), read_signed, Staged, report.staged, self._identity)
         check_staged(staged, self.results)
         if staged.revision != self.results.revision:
             return

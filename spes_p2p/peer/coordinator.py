@@ -35,7 +35,7 @@ from spes_p2p.rounds.commit import make_commit
 from spes_p2p.rounds.merge import Donors, nearest_experts
 from spes_p2p.rounds.plan import alpha_due, crowded_out, standings_of
 from spes_p2p.rounds.planned import Plan
-from spes_p2p.rounds.proposal import read_announcement
+from spes_p2p.rounds.proposal import check_announced
 from spes_p2p.rounds.results import Results
 
 logger = logging.getLogger(__name__)
@@ -96,10 +96,9 @@ class Coordination:
                 future.set_exception(Refused(code, reason if code is Code.LEAVING else f"attempt failed: {reason}"))
                 future.exception()
 
-    async def serve(self, stream: Stream, signed: Signed) -> None:
-        """Serve one member's stream, from its announcement to the decided commit."""
-        node = self._node
-        announcement = read_announcement(signed, self.parent, node.peer_id, node.rules, node.world.identity)
+    async def serve(self, stream: Stream, announcement: Announcement, signed: Signed) -> None:
+        """Serve one member's stream, from its announcement, which is `signed`, to the decided commit."""
+        check_announced(stream.remote, announcement, self.parent, self._node.peer_id, self._node.rules)
         if self._plan.done():
             self._context.too_late.add(stream.remote)
             raise Refused(Code.CLOSED, "the plan of this attempt is made")
@@ -134,7 +133,7 @@ class Coordination:
                     if message.kind == Kind.STALLED:
                         reports.complain(index, unpack(Stalled, message.body))
                     elif message.kind == Kind.REPORT:
-                        reports.take(index, await unpack_beside(Report, message.body))
+                        await reports.take(index, await unpack_beside(Report, message.body))
                     else:
                         raise WireError(f"a frame of kind {message.kind} where a report belongs")
                     report = None
@@ -279,7 +278,8 @@ async def _reply(node: Node, send: Send, accept_to: Callable[[str], Message]) ->
     endpoint = node.endpoint
     try:
         if isinstance(send.request, Prepare):
-            promise = unpack(Promise, await endpoint.ask(send.to, PREPARE, pack(send.request), endpoint.silence_s))
+            reply = await endpoint.ask(send.to, PREPARE, pack(send.request), endpoint.silence_s)
+            promise = await unpack_beside(Promise, reply)
             if promise.accepted is not None:
                 await node.decisions.validity.require(promise.accepted, promise.evidence, send.to)
             return promise

@@ -16,6 +16,7 @@ from spes_p2p.messages.refusals import Code
 from spes_p2p.messages.rounds import Announcement, Ping, Pong
 from spes_p2p.net.rpc import Stream
 from spes_p2p.net.tasks import end_tasks
+from spes_p2p.net.unpacking import beside
 from spes_p2p.peer.coordinator import Coordination
 from spes_p2p.peer.gathering import PING_EVERY_S, LateArrivals, RoundContext
 from spes_p2p.peer.node import Node
@@ -98,7 +99,7 @@ class CoordinatorService:
         signed, log = unpack(Signed, await stream.message()), self._node.log
         if signed.peer != stream.remote:
             raise Refused(Code.NOT_ALLOWED, "the announcement of another peer")
-        announcement = read_signed(Announcement, signed, self._node.world.identity)
+        announcement = await beside(len(signed.record), read_signed, Announcement, signed, self._node.world.identity)
         self._check_same_campaign(announcement)
         self._node.check_admission(stream.remote, announcement.trains, announcement.invitation, log.last.control)
         if announcement.round <= log.round:
@@ -122,7 +123,7 @@ class CoordinatorService:
             raise Refused(Code.LEAVING, "the coordinator does not have the last base yet")
         if announcement.commit != log.last.id:
             raise Refused(Code.BEHIND, f"round {announcement.round} is decided", round=log.round)
-        await self._current_attempt().serve(stream, signed)
+        await self._current_attempt().serve(stream, announcement, signed)
 
     def _check_same_campaign(self, announcement: Announcement) -> None:
         self._node.check_protocol(announcement.protocol, announcement.round)

@@ -194,7 +194,7 @@ class Decisions:
                 await self._endpoint.ask(owner_of(self.log.last), DECIDE, pack(Decide((known,))), self._endpoint.silence_s)
         with contextlib.suppress(PeerUnreachable, Refused, WireError):
             reply = await self._endpoint.ask(owner_of(self.log.last), REFORM, request, 2 * self._endpoint.silence_s)
-            for decided in unpack(Decide, reply).decided:
+            for decided in (await unpack_beside(Decide, reply)).decided:
                 self.learn(decided)
 
     def open_term(self, round_number: int) -> CertifiedCommit:
@@ -211,7 +211,7 @@ class Decisions:
     async def take_control_from(self, peer: str) -> bool:
         """Fetch the peer's newest control record; False when it is not newer. Raises PeerUnreachable, Refused, WireError."""
         reply = await self._endpoint.ask(peer, CONTROL, pack(ControlRequest(None)), self._endpoint.silence_s)
-        return self.take_control(unpack(Known, reply).newest)
+        return self.take_control((await unpack_beside(Known, reply)).newest)
 
     async def take_control_from_all(self, peers: Iterable[str]) -> None:
         """Fetch the newest control record from the first MAX_ASKED of these peers; those that do not answer are skipped."""

@@ -14,6 +14,7 @@ from spes_p2p.messages.methods import DECIDE, LEAVE
 from spes_p2p.messages.refusals import Code
 from spes_p2p.messages.samples import Interval
 from spes_p2p.net.rpc import RpcEndpoint, Stream
+from spes_p2p.net.unpacking import beside
 from spes_p2p.peer.decisions import Decisions
 from spes_p2p.rounds.plan import Rules
 from spes_p2p.rounds.proposal import read_leave
@@ -86,7 +87,10 @@ class Departures:
         signed, peer, commit = unpack(Signed, await stream.message()), stream.remote, self._decisions.log.last
         if signed.peer != peer:
             raise Refused(Code.NOT_ALLOWED, "the statement of another peer")
-        leave = read_leave(signed, self._decisions.log.recent(commit.round), self._rules, self._identity)
+        recent = self._decisions.log.recent(commit.round)
+        leave = await beside(len(signed.record), read_leave, signed, recent, self._rules, self._identity)
+        if self._decisions.log.last.id != commit.id:
+            raise Refused(Code.NOT_PROVEN, f"{peer[-6:]} does not leave this round")
         self._left = {each: known for each, known in self._left.items() if known[0].parent == leave.parent}
         self._came_back &= self._left.keys()
         self.returns = Counter({each: count for each, count in self.returns.items() if each in self._left})

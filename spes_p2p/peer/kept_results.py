@@ -11,13 +11,14 @@ from spes_p2p.content.fetcher import Fetcher, Tiers
 from spes_p2p.content.pieces import Body, Content, Piece, from_hex, single
 from spes_p2p.content.transfer import ContentServer
 from spes_p2p.errors import PeerUnreachable, Refused
-from spes_p2p.messages.codec import WireError, pack, unpack
+from spes_p2p.messages.codec import WireError, pack
 from spes_p2p.messages.consensus import Commit
 from spes_p2p.messages.framing import MAX_FRAME_BYTES
 from spes_p2p.messages.refusals import Code
 from spes_p2p.messages.rounds import Manifest, Proposal
 from spes_p2p.model.layout import Layout
 from spes_p2p.net.interfaces import World
+from spes_p2p.net.unpacking import unpack_beside
 from spes_p2p.rounds.codecs import GroupCodecs
 from spes_p2p.rounds.commit import misfit
 from spes_p2p.rounds.parts import Part
@@ -140,7 +141,7 @@ class KeptResults:
         """
         results = self.by_plan.get(commit.plan)
         if results is None:
-            plan = self._derive(unpack(Proposal, await self._fetch_proposal(commit, fetcher, donors)))
+            plan = self._derive(await unpack_beside(Proposal, await self._fetch_proposal(commit, fetcher, donors)))
             _require_fit(commit, plan)
             return self.begin(plan, commit.lost)
         _require_fit(commit, results.plan)
@@ -192,7 +193,7 @@ class KeptResults:
         missing = [place for place, (kept, root) in places if root and kept != root]
 
         async def keep(place: int, body: Body) -> None:
-            results.add_manifest(unpack(Manifest, bytes(body)))
+            results.add_manifest(await unpack_beside(Manifest, bytes(body)))
 
         if await fetcher.fetch(_manifests_of(commit), missing, donors, keep):
             raise PeerUnreachable("no peer has the manifests")

@@ -19,7 +19,7 @@ from spes_p2p.content.fetcher import Fetcher
 from spes_p2p.content.pieces import Body, Content, Piece, from_hex, single
 from spes_p2p.content.transfer import ContentServer
 from spes_p2p.errors import PeerUnreachable, Refused
-from spes_p2p.messages.codec import WireError, pack, unpack
+from spes_p2p.messages.codec import WireError, pack
 from spes_p2p.messages.consensus import Commit
 from spes_p2p.messages.fields import MAX_MEMBERS
 from spes_p2p.messages.framing import MAX_FRAME_BYTES
@@ -28,6 +28,7 @@ from spes_p2p.messages.refusals import Code
 from spes_p2p.messages.rounds import Accused, Proposal, Update, WrongSum
 from spes_p2p.net.interfaces import World
 from spes_p2p.net.rpc import RpcEndpoint, Stream
+from spes_p2p.net.unpacking import unpack_beside
 from spes_p2p.peer.kept_results import MAX_CONCURRENT_UPLOADS, KeptResults
 from spes_p2p.rounds.parts import Part
 from spes_p2p.rounds.plan import Rules
@@ -96,7 +97,7 @@ class Proofs:
                 content = single("proof", accused.proof, from_hex(accused.proof), MAX_FRAME_BYTES)
                 with contextlib.suppress(PeerUnreachable, WireError):
                     body = await self._fetcher.fetch_single(content, [self._fetcher.peers(donors)])
-                    await self.holds(unpack(WrongSum, bytes(body)), donors)
+                    await self.holds(await unpack_beside(WrongSum, bytes(body)), donors)
             held = self._held.get(accused.proof)
             if held is None or held.peer != accused.peer or not self._counts(held):
                 raise Refused(Code.NOT_PROVEN, f"no proof that {accused.peer[-6:]} served a wrong result")
@@ -165,7 +166,7 @@ class Proofs:
         return found
 
     async def _on_accuse(self, stream: Stream) -> None:
-        proof = unpack(WrongSum, await stream.message())
+        proof = await unpack_beside(WrongSum, await stream.message())
         if stream.remote not in self._log.last.participants or stream.remote in self._liars | self._checking:
             raise Refused(Code.NOT_ALLOWED, "no proof of yours is heard now")
         await stream.send(b"")

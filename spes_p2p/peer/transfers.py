@@ -17,13 +17,14 @@ from itertools import chain
 
 from spes_p2p.consensus.signed import sign
 from spes_p2p.errors import PeerUnreachable, Refused
-from spes_p2p.messages.codec import WireError, pack, unpack
+from spes_p2p.messages.codec import WireError, pack
 from spes_p2p.messages.fields import UPDATES_PER_SIGNATURE
 from spes_p2p.messages.framing import Kind
 from spes_p2p.messages.methods import PULL, PUSH
 from spes_p2p.messages.rounds import Manifest, PullRequest, Pushed, PushHeader, Update
 from spes_p2p.net.rpc import Stream
 from spes_p2p.net.tasks import end_tasks
+from spes_p2p.net.unpacking import unpack_beside
 from spes_p2p.peer.exchange_context import ExchangeContext, SentUpdate, next_batch
 from spes_p2p.peer.part_frames import Deadline, numbered, read_part, weighted
 from spes_p2p.peer.serving import Serving
@@ -300,7 +301,7 @@ class Transfers:
                     self._moved(len(message))
                     self._serving.settle(self._store(message, wanted))
                 while request.lane == 0 and (manifest := await stream.receive(Kind.MANIFEST)) is not None:
-                    missing.discard(self._take_manifest(known, manifest))
+                    missing.discard(self._take_manifest(known, await unpack_beside(Manifest, manifest)))
             return True
         except (PeerUnreachable, Refused, WireError) as error:
             logger.info("pull from %s: %s", self.context.names[peer][-6:], error)
@@ -332,8 +333,7 @@ class Transfers:
             self.context.put(part, part.revision, body)
         return index
 
-    def _take_manifest(self, reducers: Collection[int], message: bytes) -> int:
-        manifest = unpack(Manifest, message)
+    def _take_manifest(self, reducers: Collection[int], manifest: Manifest) -> int:
         if manifest.revision != self._revision or manifest.reducer not in reducers:
             raise WireError("a manifest of another reducer")
         self.context.results.add_manifest(manifest)

@@ -26,6 +26,7 @@ from spes_p2p.messages.rounds import Evidence, Manifest, Ping, Proposal
 from spes_p2p.model.layout import Layout
 from spes_p2p.net.interfaces import World
 from spes_p2p.net.rpc import RpcEndpoint
+from spes_p2p.net.unpacking import unpack_beside
 from spes_p2p.peer.kept_results import KeptResults
 from spes_p2p.peer.proofs import Proofs
 from spes_p2p.rounds.base import Base
@@ -130,7 +131,7 @@ class Validity:
             raise Refused(Code.CANNOT_VOTE, f"this peer's last commit is round {parent.round}")
         try:
             pieces = await self.kept.collect_evidence(commit, self._fetcher, [peer])
-            plan = await self.derive_on_base(unpack(Proposal, pieces[0]))
+            plan = await self.derive_on_base(await unpack_beside(Proposal, pieces[0]))
             await self._require_absent(plan.proposal)
             derived = await self._world.run_blocking(self._derive_commit, parent, plan, commit, evidence, pieces)
         except (WireError, PeerUnreachable) as error:

@@ -98,13 +98,19 @@ def may_exclude(commit: Commit, accused: Sequence[str]) -> bool:
 
 def read_announcement(signed: Signed, commit: Commit, coordinator: str, rules: Rules, identity: Identity) -> Announcement:
     """Return a member's announcement to this coordinator. Raises Refused when it is another's, or of another round."""
-    announcement, order = read_signed(Announcement, signed, identity), coordinator_order(commit)
-    if (announcement.campaign, announcement.round, announcement.commit) != (commit.campaign, commit.round + 1, commit.id):
-        raise Refused(Code.NOT_PROVEN, f"the announcement of {signed.peer[-6:]} is for another round")
-    if order[announcement.attempt % len(order)] != coordinator:
-        raise Refused(Code.NOT_PROVEN, f"{signed.peer[-6:]} announced to another coordinator")
-    check_announcement(announcement, rules)
+    announcement = read_signed(Announcement, signed, identity)
+    check_announced(signed.peer, announcement, commit, coordinator, rules)
     return announcement
+
+
+def check_announced(peer: str, announcement: Announcement, commit: Commit, coordinator: str, rules: Rules) -> None:
+    """Raise Refused for an announcement that is not to this coordinator, or of another round than the one after the commit."""
+    order = coordinator_order(commit)
+    if (announcement.campaign, announcement.round, announcement.commit) != (commit.campaign, commit.round + 1, commit.id):
+        raise Refused(Code.NOT_PROVEN, f"the announcement of {peer[-6:]} is for another round")
+    if order[announcement.attempt % len(order)] != coordinator:
+        raise Refused(Code.NOT_PROVEN, f"{peer[-6:]} announced to another coordinator")
+    check_announcement(announcement, rules)
 
 
 def read_leave(signed: Signed, recent: Sequence[Commit], rules: Rules, identity: Identity) -> Leave:
