@@ -34,7 +34,7 @@ BESIDE = {"run_in_executor", "run_blocking"}
 
 @pytest.fixture
 def read_on_the_loop(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The kinds of the large records that were read on the event loop, but those that are little but one field of bytes."""
+    """The kinds of large records that were read on the event loop, without those that are mostly one field of bytes."""
     found, read = [], codec._read
 
     def noting(kind: Any, data: codec.Buffer) -> Any:

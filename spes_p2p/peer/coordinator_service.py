@@ -7,10 +7,11 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from spes_p2p.consensus.control import takes_part
+from spes_p2p.consensus.electorate import coordinator_order
 from spes_p2p.consensus.signed import read_signed
 from spes_p2p.errors import Refused
 from spes_p2p.messages.codec import WireError, pack, unpack
-from spes_p2p.messages.consensus import Signed
+from spes_p2p.messages.consensus import Commit, Signed
 from spes_p2p.messages.methods import PING, ROUND
 from spes_p2p.messages.refusals import Code
 from spes_p2p.messages.rounds import Announcement, Ping, Pong
@@ -75,18 +76,18 @@ class CoordinatorService:
     async def _on_ping(self, stream: Stream) -> None:
         ping, log = unpack(Ping, await stream.message()), self._node.log
         if ping.stop_after == log.round and stream.remote in set(log.last.electorate) - self._asked_to_stop_by:
-            self._node.spawn(self._stop_if_due(stream.remote))
+            self._asked_to_stop_by.add(stream.remote)
+            self._node.spawn(self._stop_if_due(stream.remote, log.last))
         failed = log.round + 1 if self._leaves and not self._is_open() else self._failed_round
         exchanging = log.round + 1 if self.patience.is_exchanging() else -1
         await stream.send(pack(Pong(log.round, failed, self._node.decisions.may_vote, self.patience.announced, exchanging)))
 
-    async def _stop_if_due(self, coordinator: str) -> None:
-        """End the phase if a coordinator may ask for it: those before it are gone, and half of the phase's work is done.
+    async def _stop_if_due(self, coordinator: str, commit: Commit) -> None:
+        """End the phase after a commit if its coordinator may ask for it: those before it are gone, and half of it is done.
 
         Otherwise any elector could end every phase after one step.
         """
-        commit, order = self._node.log.last, self._node.coordinators()
-        self._asked_to_stop_by.add(coordinator)
+        order = coordinator_order(commit)
         try:
             is_its_turn = not await self._present(order[: order.index(coordinator)])
             if is_its_turn and await self.patience.is_quorum_ready() and self._node.log.last.id == commit.id:
