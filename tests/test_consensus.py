@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import spes_p2p.consensus
+from spes_p2p.consensus import commit_log
 from spes_p2p.consensus.acceptor import BALLOT_STEP
 from spes_p2p.consensus.certificate import proves
 from spes_p2p.consensus.commit_log import CommitLog
@@ -23,6 +24,7 @@ from spes_p2p.consensus.output import LOG, VOTES
 from spes_p2p.consensus.proposer import Proposer, ProposerState, Reply, Send
 from spes_p2p.consensus.reform import OutageWatch, has_lasted, sees_majority
 from spes_p2p.errors import Refused
+from spes_p2p.messages.codec import pack
 from spes_p2p.messages.consensus import Accept, Ballot, CertifiedCommit, Commit, Decide, Prepare, Promise, Vote
 from spes_p2p.messages.rounds import Pong
 from spes_p2p.peer.durable import perform
@@ -597,7 +599,7 @@ def test_the_package_can_be_taken_alone() -> None:
 # A long log ---------------------------------------------------------------------------------------------------------------
 
 
-def test_a_long_log_returns_what_was_put_and_gives_up_a_branch_of_any_length() -> None:
+def test_a_long_log_returns_what_was_put_and_gives_up_a_branch_of_any_length(monkeypatch: pytest.MonkeyPatch) -> None:
     log, chain = CommitLog(SimulatedIdentity("A"), genesis()), [genesis()]
 
     def following(parent: Commit, term: int) -> CertifiedCommit:
@@ -610,6 +612,12 @@ def test_a_long_log_returns_what_was_put_and_gives_up_a_branch_of_any_length() -
     assert [log.commit_at(number) for number in range(-1, 100)] == chain
     assert [each.commit for each in log.since(10, 3)] == chain[12:15]
     assert [each.commit for each in log.since(97, 8)] == chain[99:]
+    assert log.page(97, 8) == log.since(97, 8)
+    assert log.page(10, 3) == log.since(10, 3)
+    monkeypatch.setattr(commit_log, "PAGE_BYTES", 2 * len(pack(log.since(98)[0])) + 20)
+    assert log.page(10, 50) == log.since(10, 2)
+    monkeypatch.setattr(commit_log, "PAGE_BYTES", 1)
+    assert log.page(10, 50) == log.since(10, 1)
     log.put(following(chain[50], 1))
     assert (log.round, log.last.term) == (50, 1)
     assert log.gave_up(chain[51].id)

@@ -18,7 +18,7 @@ from spes_p2p.messages import consensus, content, presence, refusals, rounds
 from spes_p2p.messages.codec import WireError, pack, unpack
 from spes_p2p.messages.fields import MAX_INTERVALS
 from spes_p2p.messages.framing import HEADER, IGNORABLE, MAX_FRAME_BYTES, Kind
-from spes_p2p.messages.methods import METHODS, PING, ROUND
+from spes_p2p.messages.methods import COMMITS, METHODS, PING, ROUND
 from spes_p2p.messages.refusals import Code
 from spes_p2p.messages.rounds import Ping
 from spes_p2p.net.byte_stream import FIRST_BYTES, ByteStream
@@ -34,6 +34,7 @@ from spes_p2p.net.shares import (
     Shares,
 )
 from spes_p2p.net.turns import WAITING_S
+from spes_p2p.net.unpacking import unpack_beside
 from spes_p2p.testing.memory_network import MemoryNetwork
 from spes_p2p.testing.virtual_loop import run_virtual
 
@@ -149,7 +150,7 @@ def test_an_outsider_whose_request_waits_for_its_turn_is_not_given_up() -> None:
 
 @pytest.mark.parametrize("body", [OUTSIDER_FRAME_BYTES - 2**12, 1])
 def test_identities_that_come_and_go_keep_no_newcomer_waiting(body: int) -> None:
-    """Twenty a second, for a minute, each with all that one may send at once, or with as many streams as it may have."""
+    """Twenty a second, for some seconds, each with all that one may send at once, or with as many streams as it may have."""
 
     async def main() -> list[float]:
         host, tasks, clock = Host(), list[asyncio.Task[None]](), asyncio.get_running_loop().time
@@ -166,9 +167,9 @@ def test_identities_that_come_and_go_keep_no_newcomer_waiting(body: int) -> None
                 channel.abort()
 
         took, me = list[float](), RpcEndpoint(host.network.transport("honest"), SILENCE_S)
-        for i in range(1200):
+        for i in range(240):
             tasks.append(asyncio.ensure_future(attack(f"X{i}")))
-            if i % 200 == 199:
+            if i % 80 == 79:
                 began = clock()
                 assert await me.ask("B", ROUND, bytes(1000), 60.0) == b"here"
                 took.append(clock() - began)
@@ -393,6 +394,64 @@ def test_more_items_than_a_field_may_have_are_refused_before_they_are_read() -> 
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 3 * len(data)
+
+
+def commits(workloads: list[list[object]] | None = None, owners: list[list[int]] | None = None) -> bytes:
+    """A page of one commit that gives its members these workloads, or its experts these owners."""
+    commit = ["c" * 64, 0, 1, "p" * 64, "", [], [], "d" * 64, 0, 0, ["a"], owners or [], [], ["h"], ["h"], ["i" * 16]]
+    packed: bytes = msgpack.packb([[[[*commit, [], None, [], workloads] if workloads else commit, [0, "x"], []]]])
+    return packed
+
+
+FULL = [0, [[0, 0, 1]] * MAX_INTERVALS]
+
+
+@pytest.mark.parametrize("data", [commits(workloads=[FULL] * 40), commits(owners=[[0] * 1024] * 4096)], ids=["lists", "values"])
+def test_a_record_of_more_lists_and_values_than_any_honest_one_takes_little_memory(data: bytes) -> None:
+    """Each list within its field's bound; made into objects, they took ninety times their bytes."""
+    tracemalloc.start()
+    with pytest.raises(WireError, match="more than"):
+        unpack(consensus.Decide, data)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 2**26
+
+
+def test_as_many_intervals_as_a_field_may_have_are_read() -> None:
+    data = msgpack.packb(["p" * 64, FULL[1]])
+    assert len(unpack(consensus.Leave, data).untrained) == MAX_INTERVALS
+
+
+@pytest.mark.parametrize("peer", ["X", "member"])
+def test_an_answer_of_an_outsider_is_refused_by_its_header(peer: str) -> None:
+    async def main() -> int:
+        host = Host()
+
+        async def answer(stream: Stream) -> None:
+            await stream.message()
+            await stream.send(bytes(METHODS[COMMITS].outsider_bytes + 1))
+
+        await RpcEndpoint(host.network.transport(peer), SILENCE_S).serve(COMMITS, answer)
+        return len(await host.endpoint.ask(peer, COMMITS, b"", 10.0))
+
+    if peer == "member":
+        assert run_virtual(main()) == METHODS[COMMITS].outsider_bytes + 1
+        return
+    with pytest.raises(Refused, match="at most") as refused:
+        run_virtual(main())
+    assert refused.value.code is Code.TOO_LARGE
+
+
+def test_a_members_record_does_not_wait_behind_those_of_outsiders() -> None:
+    async def main() -> None:
+        data = commits(workloads=[FULL] * 2)
+        hostile = [asyncio.ensure_future(unpack_beside(consensus.Decide, data, is_known=False)) for _ in range(12)]
+        honest = await unpack_beside(consensus.Decide, commits(workloads=[FULL]))
+        assert len(honest.decided[0].commit.workloads[0].slices) == MAX_INTERVALS
+        assert not hostile[-1].done()
+        await asyncio.gather(*hostile)
+
+    asyncio.run(main())
 
 
 @settings(deadline=None)

@@ -147,8 +147,9 @@ async def connect(addresses: Sequence[str], uses: Sequence[str] = ()) -> AsyncIt
         campaign = parse_campaign(record.campaign_json, f"peer {serving[0]}")
         if record.genesis.campaign != campaign.hash:
             raise UserError(f"peer {serving[0]}: serves the genesis commit of another campaign; ask the campaign's owner")
-        endpoint = RpcEndpoint(net.transport, REPLY_TIMEOUT_S)
-        yield SwarmConnection(addresses, campaign, CommitLog(net.identity, record.genesis), net, endpoint)
+        endpoint, log = RpcEndpoint(net.transport, REPLY_TIMEOUT_S), CommitLog(net.identity, record.genesis)
+        endpoint.shares.is_known = lambda peer: peer in peers or peer in log.last.participants
+        yield SwarmConnection(addresses, campaign, log, net, endpoint)
     finally:
         await net.close()
         await importing

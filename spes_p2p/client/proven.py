@@ -31,7 +31,8 @@ async def learn_commits(endpoint: RpcEndpoint, log: CommitLog, peer: str) -> Non
                 log.begin_at(milestone)
         while True:
             request = pack(CommitsRequest(log.round))
-            found = (await unpack_beside(Decide, await endpoint.ask(peer, COMMITS, request, endpoint.silence_s))).decided
+            reply = await endpoint.ask(peer, COMMITS, request, endpoint.silence_s)
+            found = (await unpack_beside(Decide, reply, endpoint.shares.is_known(peer))).decided
             if not found or found[0].commit.round > log.round + 1 or found[-1].commit.round <= log.round:
                 return
             before = log.round

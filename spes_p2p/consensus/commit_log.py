@@ -18,6 +18,8 @@ from spes_p2p.messages.refusals import Code
 
 logger = logging.getLogger(__name__)
 
+PAGE_BYTES = 2**20
+"""Bounds what a peer reads at once before it can check any of it."""
 RECENT = 8
 """Commits that a plan is made from: those whose assignments may be pending, and some reforms between them."""
 KEPT_READ = 32
@@ -157,6 +159,17 @@ class CommitLog:
         """Return the certified commits after that round; the first `count`, or all."""
         first, end = max(self._decided.first, round_number + 1), self._decided.end
         return tuple(self._decided[number] for number in range(first, end if count is None else min(end, first + count)))
+
+    def page(self, round_number: int, count: int) -> tuple[CertifiedCommit, ...]:
+        """Return the first certified commits after that round: at most `count`, and PAGE_BYTES unless one has more."""
+        page, size = list[CertifiedCommit](), 0
+        for number in range(max(self._decided.first, round_number + 1), min(self._decided.end, round_number + 1 + count)):
+            decided = self._decided[number]
+            size += len(pack(decided))
+            if page and size > PAGE_BYTES:
+                break
+            page.append(decided)
+        return tuple(page)
 
     def admits(self, decided: CertifiedCommit) -> bool:
         """Return True for the next commit or one that replaces a branch, False for a known one.

@@ -34,6 +34,11 @@ _Reader = Callable[["_Source"], Any]
 NONE = 0xC0
 """msgpack's byte for None."""
 
+MAX_LISTS, MAX_VALUES = 2**17, 2**21
+"""Lists, nested records included, and values in one record. A list of four bytes takes 450 as a record of three numbers, and
+7 us to read: this bounds both to 60 MB and a second. Twice MAX_SERVED lists and twice MAX_PARTS values, fit
+(`fields.py`)."""
+
 SHARED_BYTES, SHARED_LARGE = 2**10, 64
 """Keep fewer of the records that are larger than this (`share_records`): proposals and commits of the last rounds."""
 
@@ -56,7 +61,8 @@ def unpack(cls: type[Record], data: Buffer) -> Record:
     """Read a record of type `cls`. Raises WireError for non-canonical bytes and for values out of bounds.
 
     The bytes are read along the fields' types: a list is read once its length is known to be within its field's bound, and
-    nothing nested deeper than the type. So a record takes memory in proportion to its bytes, whatever these claim.
+    nothing nested deeper than the type. So a record takes memory in proportion to its bytes, whatever these claim, and no more
+    than MAX_LISTS and MAX_VALUES do.
     """
     record: Record = _read(cls, data)
     return record
@@ -180,6 +186,8 @@ class _Source:
             max_str_len=self._size, max_bin_len=self._size, max_array_len=0, max_map_len=0, max_ext_len=0,
         )
         self._unpacker.feed(data)
+        self._lists, self._values = MAX_LISTS, MAX_VALUES
+        """That may still be read."""
         self.scalar: Callable[[], Any] = self._unpacker.unpack
         """Read a value that is no list, map or extension."""
         self.place: Callable[[], int] = self._unpacker.tell
@@ -190,6 +198,9 @@ class _Source:
         length: int = self._unpacker.read_array_header()
         if length > self._size - self.place():
             raise WireError("a list that ends early")
+        self._lists, self._values = self._lists - 1, self._values - length
+        if self._lists < 0 or self._values < 0:
+            raise WireError(f"more than {MAX_LISTS} lists, or {MAX_VALUES} values")
         return length
 
     def is_none(self) -> bool:

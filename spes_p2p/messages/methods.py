@@ -39,6 +39,8 @@ PART = 2**20 + 2**12
 """Bytes of an encoded part with its index and tokens."""
 CHUNK = 2**18
 """Bytes of a chunk of a piece, or of a speed measurement."""
+PAGE = 5 * 2**18
+"""Bytes of a page of certified commits or round records, which its sender fills with some 1 MiB."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,8 @@ class Method:
     """Longest bodies of further frames from the asking peer, by kind; of others, SMALL."""
     answers: Mapping[int, int] = field(default_factory=dict)
     """The same for frames to the asking peer."""
+    outsider_bytes: int = PAGE
+    """The longest frame to the asking peer from one that takes no part in the rounds."""
     is_paced: bool = True
     """Whether the bounds of outsiders on pace and frames apply (`net/shares.py`)."""
 
@@ -82,7 +86,7 @@ METHODS = {
         Method(STATUS, "anybody", "empty", "a msgpack mapping (`PeerStatus`)", answer_bytes=LISTS),
         Method(HISTORY, "anybody", "HistoryRequest", "HistoryPage", answer_bytes=LISTS),
         Method(COMMITS, "members", "CommitsRequest", "Decide: certificates, at most 200", answer_bytes=WHOLE),
-        Method(MILESTONE, "members", "MilestoneRequest", "Milestone", answer_bytes=WHOLE),
+        Method(MILESTONE, "members", "MilestoneRequest", "Milestone", answer_bytes=WHOLE, outsider_bytes=WHOLE),
         Method(PING, "members", "Ping", "Pong"),
         Method(LEAVE, "members", "Signed with a Leave", "empty", request_bytes=WORK),
         Method(REFORM, "trainers, at helpers", "ReformRequest", "Decide", answer_bytes=WHOLE),

@@ -13,17 +13,22 @@ Record = TypeVar("Record")
 
 LARGE_BYTES = 2**14
 """Reading less takes some 10 ms at most."""
-_READER = ThreadPoolExecutor(1, "unpack")
-"""One record at a time, which bounds the memory that reading takes: up to 150 times the bytes of the record."""
+_READER, _OUTSIDERS_READER = ThreadPoolExecutor(1, "unpack"), ThreadPoolExecutor(1, "unpack-outsiders")
+"""Each reads one record at a time, which bounds the memory that reading takes (`messages/codec.py`). What outsiders send takes
+up to a second to read, and nothing of a round waits behind it."""
 
 
-async def unpack_beside(cls: type[Record], data: Buffer) -> Record:
-    """As `unpack`, in a worker thread where the record is large. Raises WireError."""
-    return await beside(len(data), unpack, cls, data)
+async def unpack_beside(cls: type[Record], data: Buffer, is_known: bool = True) -> Record:
+    """As `unpack`, in a worker thread where the record is large. `is_known`: its sender takes part in the rounds.
+
+    Raises WireError.
+    """
+    return await beside(len(data), unpack, cls, data, is_known=is_known)
 
 
-async def beside(size: int, read: Callable[..., Record], *args: Any) -> Record:
+async def beside(size: int, read: Callable[..., Record], *args: Any, is_known: bool = True) -> Record:
     """Return `read(*args)`, which reads a record of `size` bytes: in a worker thread where that is large."""
     if size < LARGE_BYTES:
         return read(*args)
-    return await asyncio.get_running_loop().run_in_executor(_READER, read, *args)
+    reader = _READER if is_known else _OUTSIDERS_READER
+    return await asyncio.get_running_loop().run_in_executor(reader, read, *args)

@@ -130,7 +130,7 @@ class Decisions:
                     raise
                 after = self.log.begins
                 continue
-            found = (await unpack_beside(Decide, reply)).decided
+            found = (await unpack_beside(Decide, reply, self._endpoint.shares.is_known(peer))).decided
             if not found:
                 return
             if any(decided.commit.round != after + 1 + place for place, decided in enumerate(found)):
@@ -234,7 +234,7 @@ class Decisions:
         after = unpack(CommitsRequest, await stream.message()).after
         if after < self.log.begins - 1:
             raise Refused(Code.NOT_HERE, f"the log begins with round {self.log.begins}")
-        await stream.send(pack(Decide(self.log.since(after, COMMITS_PER_MESSAGE))))
+        await stream.send(pack(Decide(self.log.page(after, COMMITS_PER_MESSAGE))))
 
     async def _on_milestone(self, stream: Stream) -> None:
         after, milestone = unpack(MilestoneRequest, await stream.message()).after, self.log.milestone
@@ -261,13 +261,15 @@ class Decisions:
         await stream.send(pack(self._perform(self._acceptor.accept(stream.remote, request, attachments))))
 
     async def _on_decide(self, stream: Stream) -> None:
-        for decided in (await unpack_beside(Decide, await stream.message())).decided:
+        is_known = self._endpoint.shares.is_known(stream.remote)
+        for decided in (await unpack_beside(Decide, await stream.message(), is_known)).decided:
             self.learn(decided)
         await stream.send(b"")
 
     async def _on_control(self, stream: Stream) -> None:
         """Take the record that the request brings, if any, and answer with the newest one."""
-        self.take_control((await unpack_beside(ControlRequest, await stream.message())).brought)
+        is_known = self._endpoint.shares.is_known(stream.remote)
+        self.take_control((await unpack_beside(ControlRequest, await stream.message(), is_known)).brought)
         commit, archived = self.log.last, tuple(archived_rounds(self._world.store))
         known = Known(
             self.controls.newest, number_of(commit.control), commit.round, commit.step, archived, commit.excluded
