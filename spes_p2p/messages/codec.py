@@ -36,8 +36,7 @@ NONE = 0xC0
 
 MAX_LISTS, MAX_VALUES = 2**17, 2**21
 """Lists, nested records included, and values in one record. A list of four bytes takes 450 as a record of three numbers, and
-7 us to read: this bounds both to 60 MB and a second. Twice MAX_SERVED lists and twice MAX_PARTS values, fit
-(`fields.py`)."""
+7 us to read: this bounds both to 60 MB and a second. Twice MAX_SERVED lists and twice MAX_PARTS values fit (`fields.py`)."""
 
 SHARED_BYTES, SHARED_LARGE = 2**10, 64
 """Keep fewer of the records that are larger than this (`share_records`): proposals and commits of the last rounds."""
