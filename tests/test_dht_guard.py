@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from collections import Counter
 from collections.abc import Coroutine
 from pathlib import Path
 from types import SimpleNamespace
@@ -33,13 +35,15 @@ class Node:
         self.me = RSAIdentity(folder / "me")
         self.records = OwnedRecords(self.me)
         self.connected: dict[str, list[str]] = {}
+        self.looks = 0
         self.guard = DHTGuard(self.records, self._addresses)
         self.storage = DHTLocalStorage()
         self.guard.node = SimpleNamespace(protocol=SimpleNamespace(storage=self.storage))
         self.key = self.records.admit("peers")
 
     async def _addresses(self) -> dict[str, list[str]]:
-        return self.connected
+        self.looks += 1
+        return {peer: list(addresses) for peer, addresses in self.connected.items()}
 
     def identity(self, name: str, address: str) -> RSAIdentity:
         """A peer that is connected from this address."""
@@ -76,24 +80,90 @@ def test_a_peer_stores_its_own_record_and_no_other(tmp_path: Path) -> None:
     run(main())
 
 
-def test_records_of_one_network_are_capped_and_those_in_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dht_guard, "RECORDS_PER_PREFIX", 2)
-    monkeypatch.setattr(dht_guard, "MAX_RECORDS", 4)
-    monkeypatch.setattr(dht_guard, "ADDRESSES_EVERY_S", 0.0)
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Caps that few identities reach."""
+    for name, value in {"RECORDS_PER_PREFIX": 2, "RECORDS_RELAYED": 1, "MAX_RECORDS": 5, "LOOK_EVERY_S": 0.1}.items():
+        monkeypatch.setattr(dht_guard, name, value)
+
+
+@pytest.mark.parametrize("stays", [True, False], ids=["connected", "gone"])
+@pytest.mark.usefixtures("small")
+def test_records_of_one_network_are_capped_and_those_in_all(tmp_path: Path, stays: bool) -> None:
+    """Also of peers that come between two looks at the connections, and of such that have left when the next one comes."""
 
     async def main() -> None:
         node = Node(tmp_path)
-        near = [node.identity(f"near{i}", f"/ip4/198.51.100.{i}/tcp/1") for i in range(3)]
-        far = [node.identity(f"far{i}", f"/ip4/203.0.{i}.1/tcp/1") for i in range(3)]
-        for identity in near[:2]:
-            await node.store(identity)
+
+        async def come(name: str, address: str) -> RSAIdentity:
+            identity = node.identity(name, address)
+            try:
+                await node.store(identity)
+            finally:
+                if not stays:
+                    del node.connected[identity.peer_id]
+            return identity
+
+        first = await come("near0", "/ip4/198.51.100.0/tcp/1")
+        await come("near1", "/ip4/198.51.100.1/tcp/1")
+        for name in ("near2", "near3"):
+            with pytest.raises(ValueError, match="one network"):
+                await come(name, "/ip4/198.51.100.2/tcp/1")
+        node.connected[first.peer_id] = ["/ip4/198.51.100.0/tcp/1"]
+        await node.store(first)
+        relay = "/ip4/192.0.2.1/tcp/1/p2p/R/p2p-circuit"
+        await come("relayed0", relay)
         with pytest.raises(ValueError, match="one network"):
-            await node.store(near[2])
-        await node.store(near[0])
-        for identity in far[:2]:
-            await node.store(identity)
+            await come("relayed1", relay)
+        for i in range(2):
+            await come(f"far{i}", f"/ip4/203.0.{i}.1/tcp/1")
         with pytest.raises(ValueError, match="too many records"):
-            await node.store(far[2])
+            await come("far2", "/ip4/203.0.2.1/tcp/1")
+
+    run(main())
+
+
+@pytest.mark.usefixtures("small")
+def test_peers_that_come_at_once_find_room_for_as_many_as_one_after_the_other(tmp_path: Path) -> None:
+    async def main() -> None:
+        node = Node(tmp_path)
+        near = [node.identity(f"near{i}", f"/ip4/198.51.100.{i}/tcp/1") for i in range(4)]
+        answers = await asyncio.gather(*map(node.store, near), return_exceptions=True)
+        assert sum(answer is None for answer in answers) == 2
+        assert node.looks == 1
+
+    run(main())
+
+
+def test_a_sender_that_has_left_stores_nothing(tmp_path: Path) -> None:
+    async def main() -> None:
+        node = Node(tmp_path)
+        a = node.identity("a", "/ip4/198.51.100.1/tcp/1")
+        node.connected.clear()
+        with pytest.raises(ValueError, match="not connected"):
+            await node.store(a)
+
+    run(main())
+
+
+def test_peers_of_one_network_leave_time_for_the_records_of_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many as the node can check in a second, and the next minute."""
+    monkeypatch.setattr(dht_guard, "STORED_BURST", 5.0)
+    monkeypatch.setattr(dht_guard, "STORED_PER_NETWORK_BURST", 8.0)
+
+    async def main() -> None:
+        node = Node(tmp_path)
+        near = [node.identity(f"near{i}", f"/ip4/198.51.100.{i}/tcp/1") for i in range(2)]
+        honest = node.identity("far", "/ip4/203.0.113.1/tcp/1")
+        passed = Counter[int]()
+        for _ in range(40):
+            for number, identity in enumerate(near):
+                with contextlib.suppress(ValueError):
+                    await node.store(identity)
+                    passed[number] += 1
+        assert passed[0] < 8
+        assert passed[0] + passed[1] < 16
+        await node.store(honest)
 
     run(main())
 

@@ -2,7 +2,8 @@
 
 hivemind's node stores whatever is signed: any key, until any year, for anybody, and it keeps every node id that it is told.
 Here a peer stores its own record only, under a key that this peer uses itself, for MAX_TTL_S at most; its node id follows from
-its peer id. So an attacker needs one connected identity for each record, and MAX_RECORDS and RECORDS_PER_PREFIX bound those.
+its peer id. So an attacker needs one connected identity for each record, and MAX_RECORDS and RECORDS_PER_PREFIX bound those: a
+record counts for the network that it came from until it expires, whether or not its owner is still connected.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import asyncio
 import ipaddress
 import re
 from collections import Counter, OrderedDict
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -28,9 +29,10 @@ from hivemind.utils import MSGPackSerializer
 from hivemind.utils.crypto import RSAPrivateKey
 from hivemind.utils.timed_storage import MAX_DHT_TIME_DISCREPANCY_SECONDS
 
+from spes_p2p.config.addresses import is_loopback
 from spes_p2p.net.identity import RSAIdentity, Visitor, peer_id_of_public_key
 from spes_p2p.net.interfaces import MAX_RECORD_BYTES
-from spes_p2p.net.limits import Allowance
+from spes_p2p.net.limits import Allowance, Allowances
 
 MAX_SIGNED_RECORD_BYTES = 2 * MAX_RECORD_BYTES
 MAX_REQUEST_BYTES = 2**13
@@ -42,13 +44,23 @@ MAX_TTL_S = 60.0
 MAX_RECORDS = 2**11
 """Records under one key: twice the members of a round."""
 RECORDS_PER_PREFIX = 64
-"""Records under one key from one network (an IPv4 /24 or IPv6 /48), where the connection shows it. Loopback is exempt."""
+"""Records under one key from one network, an IPv4 /24 or IPv6 /48. Loopback is exempt."""
+RECORDS_RELAYED = 2**8
+"""Records under one key from all peers whose connection does not show a network. A relayed peer is connected to its relay, and
+dials others that have a public address, directly: only peers that cannot be dialled either see it without one."""
+LOOPBACK, RELAYED = "loopback", "relayed"
+"""In place of a network."""
 REQUESTS_PER_S, REQUESTS_BURST = 10.0, 100.0
 """Requests of one peer. A peer stores and looks up its campaign's contacts every few seconds."""
+STORED_PER_S, STORED_BURST = 2.0, 20.0
+"""Records that one peer sends to store. A peer renews one every few seconds."""
+STORED_PER_NETWORK_S, STORED_PER_NETWORK_BURST = 64.0, 256.0
+"""The same for all from one network, or relayed: 256 renew theirs every few seconds."""
 CHECKS_PER_S, CHECKS_BURST = 400.0, 4096.0
 """New signatures that are checked, at 0.2 ms each, whoever sends them."""
 KEPT_CHECKS = 2**12
-ADDRESSES_EVERY_S = 2.0
+LOOK_EVERY_S = 0.5
+"""Ask the peer daemon at most this often who is connected from where; senders that are not known yet wait for it."""
 
 _SUBKEY = re.compile(rb"\[owner:(ssh-rsa [A-Za-z0-9+/=]+)\]")
 
@@ -103,9 +115,15 @@ class DHTGuard:
     def __init__(self, records: OwnedRecords, addresses: Callable[[], Awaitable[dict[str, list[str]]]]):
         """`addresses()`: the multiaddrs of the open connections, by peer."""
         self._records, self._addresses = records, addresses
-        self._requests: dict[str, Allowance] = {}
-        self._prefixes: dict[str, str] = {}
+        self._requests = Allowances(REQUESTS_PER_S, REQUESTS_BURST, 2 * MAX_RECORDS)
+        self._stored = Allowances(STORED_PER_S, STORED_BURST, 2 * MAX_RECORDS)
+        self._stored_of_networks = Allowances(STORED_PER_NETWORK_S, STORED_PER_NETWORK_BURST, 2 * MAX_RECORDS)
+        self._networks: dict[str, str] = {}
+        """Of the peers that were connected at the last look."""
         self._looked_at = float("-inf")
+        self._looking: asyncio.Task[None] | None = None
+        self._sources: dict[bytes, dict[bytes, str]] = {}
+        """By key and subkey: the network that a record was taken from."""
         self.node: DHTNode | None = None
 
     async def check(self, sender: str, request: Any) -> None:
@@ -118,37 +136,56 @@ class DHTGuard:
             rows = (request.keys, request.subkeys, request.values, request.expiration_time, request.in_cache)
             if len({len(row) for row in rows}) != 1 or len(request.keys) > MAX_KEYS or any(request.in_cache):
                 raise ValueError("a malformed request to store")
+            network = await self._network(sender)  # before anything is counted: no other request comes in between
+            if not self._stored.take(sender, len(request.keys)):
+                raise ValueError("too many records a second")
+            if network != LOOPBACK and not self._stored_of_networks.take(network, len(request.keys)):
+                raise ValueError("too many records a second from one network")
             for key, subkey, expires_at in zip(request.keys, request.subkeys, request.expiration_time, strict=True):
-                await self._check_record(sender, key, subkey, expires_at)
+                self._check_record(sender, network, key, subkey, expires_at)
 
     def is_too_fast(self, sender: str) -> bool:
         """Count a request; return whether the peer sends too many."""
-        if len(self._requests) > 2 * MAX_RECORDS:
-            self._requests = {peer: left for peer, left in self._requests.items() if not left.is_full()}
-        return not self._requests.setdefault(sender, Allowance(REQUESTS_PER_S, REQUESTS_BURST)).take()
+        return not self._requests.take(sender)
 
-    async def _check_record(self, sender: str, key: bytes, packed_subkey: bytes, expires_at: float) -> None:
+    def _check_record(self, sender: str, network: str, key: bytes, packed_subkey: bytes, expires_at: float) -> None:
         subkey = MSGPackSerializer.loads(packed_subkey) if packed_subkey else None
-        if owner_of_subkey(subkey) != sender:
+        if not isinstance(subkey, bytes) or owner_of_subkey(subkey) != sender:
             raise ValueError("a record of another peer")
         if not self._records.may_store(key, expires_at):
             raise ValueError("a record that is not kept here: its key is not used here, or it lives too long")
         stored = self.node.protocol.storage.get(DHTID.from_bytes(key)) if self.node is not None else None
         living = stored.value if stored is not None and isinstance(stored.value, DictionaryDHTValue) else {}
         if subkey not in living:
-            await self._check_room(sender, [owner_of_subkey(each) for each in dict(living.items())])
+            self._take_room(network, key, subkey, [each for each, _ in living.items()])
 
-    async def _check_room(self, sender: str, owners: Iterable[str | None]) -> None:
-        owners = list(owners)
-        if len(owners) >= MAX_RECORDS:
+    def _take_room(self, network: str, key: bytes, subkey: bytes, living: Sequence[bytes]) -> None:
+        if len(living) >= MAX_RECORDS:
             raise ValueError("too many records")
-        now = asyncio.get_running_loop().time()
-        if sender not in self._prefixes and now >= self._looked_at + ADDRESSES_EVERY_S:
-            self._looked_at = now
-            self._prefixes = {peer: network_of(seen) for peer, seen in (await self._addresses()).items()}
-        prefix = self._prefixes.get(sender, "")
-        if prefix and Counter(self._prefixes.get(owner or "", "") for owner in owners)[prefix] >= RECORDS_PER_PREFIX:
+        known = self._sources.get(key, {})
+        self._sources[key] = sources = {each: known[each] for each in living if each in known}
+        most = RECORDS_RELAYED if network == RELAYED else RECORDS_PER_PREFIX
+        if network != LOOPBACK and Counter(sources.values())[network] >= most:
             raise ValueError("too many records from one network")
+        sources[subkey] = network
+
+    async def _network(self, sender: str) -> str:
+        """Return the network from which a peer is connected. Raises ValueError when it is not, or not any more."""
+        if sender not in self._networks:
+            if self._looking is None:
+                self._looking = asyncio.get_running_loop().create_task(self._look())
+            await asyncio.shield(self._looking)
+        if sender not in self._networks:
+            raise ValueError("its sender is not connected")
+        return self._networks[sender]
+
+    async def _look(self) -> None:
+        """Learn who is connected from where, for all that wait for it."""
+        clock = asyncio.get_running_loop().time
+        await asyncio.sleep(self._looked_at + LOOK_EVERY_S - clock())
+        self._looking = None  # one that comes from now on may be connected too late for this look
+        self._looked_at = clock()
+        self._networks = {peer: _source_of(seen) for peer, seen in (await self._addresses()).items()}
 
 
 def node_id_of(peer: str) -> DHTID:
@@ -201,6 +238,11 @@ def network_of(addresses: Iterable[str]) -> str:
         if host is not None and not host.is_loopback:
             return str(ipaddress.ip_network((host, 24 if host.version == 4 else 48), strict=False))
     return ""
+
+
+def _source_of(addresses: Sequence[str]) -> str:
+    direct = [address for address in addresses if "/p2p-circuit" not in address]
+    return network_of(direct) or (LOOPBACK if any(map(is_loopback, direct)) else RELAYED)
 
 
 def _hivemind_key(key: rsa.RSAPrivateKey) -> RSAPrivateKey:

@@ -67,6 +67,21 @@ class Allowance:
         self._filled_at = now
 
 
+class Allowances:
+    """An equal allowance for each of many, who are forgotten once theirs is full."""
+
+    def __init__(self, per_s: float, burst: float, kept: int):
+        """`kept`: forget some when there are more than this many."""
+        self._per_s, self._burst, self._kept = per_s, burst, kept
+        self._by_name: dict[str, Allowance] = {}
+
+    def take(self, name: str, amount: float = 1.0) -> bool:
+        """Take this much of this one's allowance if it is there."""
+        if len(self._by_name) > self._kept:
+            self._by_name = {each: allowance for each, allowance in self._by_name.items() if not allowance.is_full()}
+        return self._by_name.setdefault(name, Allowance(self._per_s, self._burst)).take(amount)
+
+
 @dataclass(frozen=True)
 class Line:
     """What a peer's line may carry, all streams together; None: no limit."""

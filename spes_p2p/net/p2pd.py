@@ -104,7 +104,10 @@ class Daemon(P2P):  # type: ignore[misc]
 
     async def connections(self) -> dict[str, list[str]]:
         """Return the multiaddrs of the open connections, by peer."""
-        return dict(await self.open_connections())
+        found: dict[str, list[str]] = {}
+        for peer, addresses in await self.open_connections():
+            found.setdefault(peer, []).extend(addresses)
+        return found
 
     async def open_connections(self) -> list[tuple[str, list[str]]]:
         """Return each open connection's peer and multiaddrs."""
