@@ -18,7 +18,7 @@ from exchange_round import LAYOUT, PART_BYTES, make_plan_of, member
 
 from spes_p2p.config.campaign import SLOWEST_LINE_BITS
 from spes_p2p.content.bases import Snapshots
-from spes_p2p.content.fetcher import BUSY_PATIENCE_S, EMPTY_REQUESTS, LATE_SILENCES, Fetcher
+from spes_p2p.content.fetcher import BUSY_PATIENCE_S, EMPTY_REQUESTS, LATE_SILENCES, VISITORS_PATIENCE_S, Fetcher
 from spes_p2p.content.files import MAX_CONCURRENT_UPLOADS, serve_files
 from spes_p2p.content.pieces import Body, Content, Piece, Source, listed, single
 from spes_p2p.content.relay import Relay
@@ -645,13 +645,12 @@ def test_downloads_are_served_in_turn_and_each_to_its_end(caplog: pytest.LogCapt
 
         async def download(name: str) -> None:
             await asyncio.sleep(0.1 * names.index(name))
-            fetcher = Fetcher(RpcEndpoint(network.transport(name), SILENCE_S))
+            fetcher = Fetcher(RpcEndpoint(network.transport(name), SILENCE_S), VISITORS_PATIENCE_S)
 
             async def keep(index: int, body: Body) -> None:
                 pass
 
-            while await fetcher.fetch(content, range(pieces), [fetcher.peers(["A"])], keep):
-                pass
+            assert await fetcher.fetch(content, range(pieces), [fetcher.peers(["A"])], keep) == []
             ended[name] = now()
 
         await asyncio.gather(*map(download, names))

@@ -17,7 +17,7 @@ from spes_p2p.config.quantities import parse_bytes_per_day, parse_hours
 from spes_p2p.data.url_donor import UrlDonor
 from spes_p2p.errors import UserError
 from spes_p2p.model.build import layout_of
-from spes_p2p.observe.events import PAUSE_REASONS
+from spes_p2p.observe.events import PAUSE_REASONS, BaseRestored
 from spes_p2p.rounds.outer import base_size
 from spes_p2p.session.machine_use import CpuTimes, MachineUse, cpu_of_others, gpu_of_others
 from spes_p2p.session.own_state import order_pause
@@ -179,17 +179,22 @@ def test_a_round_that_has_begun_within_the_quota_is_ended() -> None:
 
 def test_a_quota_that_the_first_day_uses_up_is_refused(tmp_path: Path) -> None:
     config = tiny_campaign()
-    one_round, base = round_bytes(config, 1), 4 * base_size(layout_of(config.model), config.outer)
-    both = base + one_round
-    for quota, has_base, suffices in (
-        (both, False, True), (both - 1, False, False), (one_round, True, True), (one_round - 1, True, False),
-    ):
-        settings = make_peer_config(run_dir=tmp_path, quota=quota)
-        if suffices:
-            require_quota(settings, config, one_round, has_base)
-        else:
-            with pytest.raises(UserError, match=r"--quota .*/day: does not suffice for .*a round of about .*; give more than"):
-                require_quota(settings, config, one_round, has_base)
+    one_round = round_bytes(config, 1)
+    needed = round(1.05 * 4 * base_size(layout_of(config.model), config.outer)) + 2 * one_round
+    require_quota(make_peer_config(run_dir=tmp_path, quota=needed), config, one_round)
+    require_quota(make_peer_config(run_dir=tmp_path), config, one_round)
+    with pytest.raises(UserError, match=r"--quota .*/day: does not suffice for the model, .*, and rounds of about .* or more"):
+        require_quota(make_peer_config(run_dir=tmp_path, quota=needed - 1), config, one_round)
+
+
+def test_the_first_round_after_the_base_is_reserved(tmp_path: Path) -> None:
+    meter = TrafficMeter(tmp_path)
+    meter.follow(os.getpid())
+    assert meter.read(NOON).round_began_bytes is None
+    meter.see(BaseRestored(1, 10, 200, 1000, "d", "download"), NOON)
+    began, now = meter.read(NOON).round_began_bytes, meter.read(NOON).used_bytes
+    assert began is not None
+    assert now - 10**6 < began <= now
 
 
 def test_text_from_urls_counts_and_a_round_is_expected_until_one_was_measured(

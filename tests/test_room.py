@@ -320,6 +320,9 @@ def test_torch_may_take_no_more_than_what_the_user_allows(monkeypatch: pytest.Mo
     for memory_bytes, options in allowed.items():
         assert resources_on(device, settings(**options), config).options.memory_bytes == memory_bytes
 
+    with pytest.raises(UserError, match=r"--leave-free: .* are to be left, and .* are free"):
+        resources_on(device, settings(leave_free=parse_spare("22GiB", "--leave-free"), experts=1), config)
+
     bounds = list[tuple[float, torch.device]]()
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=24 * GIB))
     monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda share, device: bounds.append((share, device)))

@@ -22,7 +22,7 @@ from spes_p2p.config.campaign import CampaignConfig
 from spes_p2p.consensus.control import is_rollback, runs
 from spes_p2p.consensus.reform import is_reform
 from spes_p2p.content.bases import collect_offers, download
-from spes_p2p.content.fetcher import Fetcher
+from spes_p2p.content.fetcher import VISITORS_PATIENCE_S, Fetcher
 from spes_p2p.errors import PeerUnreachable, UserError
 from spes_p2p.messages.consensus import Commit
 from spes_p2p.messages.presence import RoundRecord
@@ -128,7 +128,8 @@ async def _newest_base(
         offers = await collect_offers(swarm.endpoint, peers, commit.id, size, digest=digest)
         if offers and commit.step > 0:
             scratch = partial(file_scratch, folder)
-            values, _ = await download(Fetcher(swarm.endpoint), offers, None, on_progress, scratch=scratch)
+            fetcher = Fetcher(swarm.endpoint, VISITORS_PATIENCE_S)
+            values, _ = await download(fetcher, offers, None, on_progress, scratch=scratch)
             values.flags.writeable = False
             return commit.round, digest, values
     raise PeerUnreachable("no peer offers a trained base that a certificate names")

@@ -11,7 +11,7 @@ from spes_p2p.consensus.control import is_rollback, rollback_commit, rolls_back
 from spes_p2p.consensus.milestone import earliest_reform, is_due, may_roll_back, next_milestone, proves_milestone
 from spes_p2p.consensus.output import LOG, Identity
 from spes_p2p.errors import Refused
-from spes_p2p.messages.codec import WireError, pack, unpack
+from spes_p2p.messages.codec import MAX_LISTS, WireError, pack, unpack
 from spes_p2p.messages.consensus import CertifiedCommit, Commit, Control, Milestone, Served
 from spes_p2p.messages.fields import MAX_SERVED
 from spes_p2p.messages.refusals import Code
@@ -20,6 +20,7 @@ logger = logging.getLogger(__name__)
 
 PAGE_BYTES = 2**20
 """Bounds what a peer reads at once before it can check any of it."""
+PAGE_LISTS = MAX_LISTS // 2
 RECENT = 8
 """Commits that a plan is made from: those whose assignments may be pending, and some reforms between them."""
 KEPT_READ = 32
@@ -161,12 +162,12 @@ class CommitLog:
         return tuple(self._decided[number] for number in range(first, end if count is None else min(end, first + count)))
 
     def page(self, round_number: int, count: int) -> tuple[CertifiedCommit, ...]:
-        """Return the first certified commits after that round: at most `count`, and PAGE_BYTES unless one has more."""
-        page, size = list[CertifiedCommit](), 0
+        """Return the first certified commits after that round: at most `count`, PAGE_BYTES, PAGE_LISTS, and at least one."""
+        page, size, lists = list[CertifiedCommit](), 0, 0
         for number in range(max(self._decided.first, round_number + 1), min(self._decided.end, round_number + 1 + count)):
             decided = self._decided[number]
-            size += len(pack(decided))
-            if page and size > PAGE_BYTES:
+            size, lists = size + len(pack(decided)), lists + _lists_in(decided.commit)
+            if page and (size > PAGE_BYTES or lists > PAGE_LISTS):
                 break
             page.append(decided)
         return tuple(page)
@@ -307,6 +308,11 @@ class CommitLog:
             return False
         self.put(decided)
         return True
+
+
+def _lists_in(commit: Commit) -> int:
+    """Return about how many lists and nested records a certified commit has, rather too many."""
+    return 64 + len(commit.owners) + 4 * len(commit.members) + sum(2 + len(workload.slices) for workload in commit.workloads)
 
 
 def _milestone(record: bytes) -> Milestone | None:

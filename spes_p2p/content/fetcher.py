@@ -37,8 +37,9 @@ MAX_CONCURRENT_DONORS = 8
 """Bounds a download's connections and their receive buffers; late requests do not count."""
 TELL_EVERY_S = 10.0
 """Say after this long that all donors are busy, and again."""
-BUSY_PATIENCE_S = 120.0
-"""Drop a donor that has been busy for this long."""
+BUSY_PATIENCE_S, VISITORS_PATIENCE_S = 120.0, 3600.0
+"""Drop a donor that has been busy for this long: a peer then looks for newer content and has kept its place; the second is for
+visiting commands, which would end."""
 EMPTY_REQUESTS = 4
 """Drop a donor after this many consecutive requests that gave no piece."""
 MIN_BYTES_PER_S = 2**10
@@ -64,7 +65,9 @@ def widening(peers: Sequence[str]) -> Iterator[Sequence[str]]:
 class Fetcher:
     """All downloads of one peer."""
 
-    def __init__(self, endpoint: RpcEndpoint):
+    def __init__(self, endpoint: RpcEndpoint, busy_patience_s: float = BUSY_PATIENCE_S):
+        self.busy_patience_s = busy_patience_s
+        """Drop a donor that has been busy for this long."""
         self._endpoint = endpoint
         self._slots: dict[str, asyncio.Semaphore] = {}
 
@@ -217,7 +220,7 @@ class _Download:
                 busy_since, empty = None, 0 if request.given else empty + 1
             else:
                 busy_since = clock() if busy_since is None else busy_since
-                if clock() - busy_since < BUSY_PATIENCE_S:
+                if clock() - busy_since < self.fetcher.busy_patience_s:
                     await asyncio.sleep(request.retry_s)
                     continue
             if empty == EMPTY_REQUESTS:

@@ -32,8 +32,9 @@ PLACE_RETRIES = 3.0
 """Who does not ask again for so many times that long loses its place."""
 MAX_WAITING = 256
 """Peers that can have a place."""
-HELD_S = 0.5
-"""A peer that was served keeps its turn for this long between two requests of a download."""
+HELD_S, HELD_BYTES = 5.0, 2**18
+"""A peer that was served more than this keeps its turn for so long between two requests of a download: a slow line takes
+seconds to carry what this end believes to be sent."""
 SETTLED_S = 10.0
 """An upload that is slower than the slowest permitted line after this long makes room for a peer that waits."""
 
@@ -53,6 +54,10 @@ class _Upload:
     rested_s: float = 0.0
     """Since when it has no stream, if it has none."""
 
+    def is_held(self, now_s: float) -> bool:
+        """Return whether the peer, which has no stream, keeps its turn."""
+        return self.sent > HELD_BYTES and now_s - self.rested_s <= HELD_S
+
     def rate(self, now_s: float) -> float:
         """Bytes per second so far; infinite while it is too early to tell."""
         took_s = now_s - self.began_s
@@ -61,7 +66,7 @@ class _Upload:
 
 @dataclass
 class _Turns:
-    """Who is being served a kind of content, and who waits, in the order in which they asked first.
+    """Who is being served a kind of content, and who waits: members of the rounds, then others, in the order of coming.
 
     So whoever began ends first, and then serves others.
     """
@@ -70,17 +75,16 @@ class _Turns:
     waiting: dict[str, float] = field(default_factory=dict)
     """By peer: when it loses its place."""
 
-    def admit(self, peer: str, at_once: int, now_s: float) -> None:
+    def admit(self, peer: str, at_once: int, now_s: float, is_known: Callable[[str], bool]) -> None:
         """Raises Refused (busy) for a peer whose turn has not come, or with too many requests."""
-        rested = [other for other, each in self.uploads.items() if not each.streams and now_s - each.rested_s > HELD_S]
-        for other in rested:
-            del self.uploads[other]
+        self.uploads = {other: each for other, each in self.uploads.items() if each.streams or each.is_held(now_s)}
         self.waiting = {other: ends_s for other, ends_s in self.waiting.items() if ends_s > now_s}
         if peer in self.uploads:
             if len(self.uploads[peer].streams) >= REQUESTS_PER_PEER:
                 raise self._busy("this one has enough", BUSY_RETRY_S)
             return
-        before = list(self.waiting).index(peer) if peer in self.waiting else len(self.waiting)
+        first = [other for other in self.waiting if is_known(other) or not is_known(peer)]
+        before = first.index(peer) if peer in first else len(first)
         if before < at_once - len(self.uploads) or (before == 0 and self._makes_room(now_s)):
             self.waiting.pop(peer, None)
             return
@@ -88,6 +92,11 @@ class _Turns:
         if before < MAX_WAITING:
             self.waiting[peer] = now_s + PLACE_RETRIES * retry_s
         raise self._busy(f"{before} wait before this one", retry_s)
+
+    def give_back(self, peer: str, now_s: float) -> None:
+        """Give a peer that was admitted for nothing its place back, before all others: it wanted what is not here any more."""
+        self.uploads.pop(peer, None)
+        self.waiting = {peer: now_s + PLACE_RETRIES * BUSY_RETRY_S, **self.waiting}
 
     def _makes_room(self, now_s: float) -> bool:
         """End the slowest upload if no permitted line is as slow; return whether there was one."""
@@ -137,11 +146,15 @@ class ContentServer:
         """Count an upload while it runs. Raises Refused (busy) at the bound of peers, or of requests by this peer."""
         turns, clock = self._turns.setdefault(kind, _Turns()), asyncio.get_running_loop().time
         if peers_at_once is not None:
-            turns.admit(stream.remote, peers_at_once, clock())
+            turns.admit(stream.remote, peers_at_once, clock(), self._endpoint.shares.is_known)
         upload = turns.uploads.setdefault(stream.remote, _Upload(clock()))
         upload.streams.add(stream)
         try:
             yield upload
+        except Refused:
+            if not upload.sent and turns.uploads.get(stream.remote) is upload:
+                turns.give_back(stream.remote, clock())
+            raise
         finally:
             upload.streams.discard(stream)
             upload.rested_s = clock()

@@ -45,6 +45,7 @@ class UrlDonor:
 
     fetched_bytes: ClassVar[int] = 0
     """What this process has read from URLs."""
+    _counting: ClassVar[threading.Lock] = threading.Lock()
 
     def __init__(self, clock: Callable[[], float] = time.monotonic, allows_private: bool = False):
         """`allows_private`: read from addresses of this machine and its local network, too."""
@@ -65,7 +66,8 @@ class UrlDonor:
                 return
             for run in _runs(pieces):
                 content = self._read(file, file.url, state, run)
-                UrlDonor.fetched_bytes += len(content)
+                with self._counting:
+                    UrlDonor.fetched_bytes += len(content)
                 for index in run:
                     start = (index - run.start) * PIECE_BYTES
                     if not keep(index, content[start : start + PIECE_BYTES]):

@@ -36,6 +36,8 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+REFUSED_HEARTBEAT_S = 1.0
+"""Read no more of an outsider's stream for so long after a heartbeat for which there is no room."""
 STALLED_SILENCES = 2.0
 """Give up a stalled stream after this many times the longest silence."""
 REQUEST_SILENCES = 12.0
@@ -219,7 +221,7 @@ class Stream:
                 if not says_nothing:
                     self._end_waiting_for_request()
                 with self._heartbeats.not_reading():
-                    await self._intake.take_turn(len(message.body))
+                    await self._take_turn(message, says_nothing)
                 if says_nothing:
                     self._intake.release(len(message.body))
                     continue
@@ -232,6 +234,15 @@ class Stream:
             self.break_off(error)
         except WireError as error:
             self.break_off(PeerUnreachable(f"{self.remote[-6:]} does not keep to the protocol: {error}"))
+
+    async def _take_turn(self, message: Message, says_nothing: bool) -> None:
+        """Wait for the turn of a frame. Raises Refused where too much waits, but not for a heartbeat: it breaks no stream."""
+        try:
+            await self._intake.take_turn(len(message.body))
+        except Refused:
+            if not says_nothing:
+                raise
+            await asyncio.sleep(REFUSED_HEARTBEAT_S)
 
     async def _admit(self, kind: int, size: int) -> None:
         """Refuse a frame that is not taken here, before its body is read; wait while the other end takes too much of this one.

@@ -38,6 +38,8 @@ from spes_p2p.rounds.planned import Plan
 logger = logging.getLogger(__name__)
 
 BACKOFF_S, MAX_BACKOFF_S = 1.0, 15.0
+BUSY_TRIES = 8
+"""How often in a round a newcomer asks a coordinator again that has too many newcomers."""
 
 
 class RoundMember:
@@ -61,6 +63,8 @@ class RoundMember:
         self._patience = coordinators.patience
         self._refusing: set[str] = set()
         """Coordinators that refused this peer's version or campaign."""
+        self._turned_away = 0
+        """How often in this round a coordinator had too many newcomers."""
 
     async def take_part(self, seconds: dict[str, float]) -> None:
         """Bring the round after the base to a decision, or return when this peer is asked to leave.
@@ -78,7 +82,7 @@ class RoundMember:
             self._node.require_admitted(self._node.log.last.control)
 
     async def _decide(self, seconds: dict[str, float]) -> None:
-        target, attempt = self._replica.base.round + 1, 0
+        target, attempt, self._turned_away = self._replica.base.round + 1, 0, 0
         while self._node.log.last.id == self._replica.base.commit and not self._leave.is_made:
             seconds.clear()
             order = self._node.coordinators()
@@ -139,6 +143,10 @@ class RoundMember:
             return attempt if self._node.log.round >= target else attempt + 1
         if refused.code is Code.DIGEST:
             return await self._repair(target, attempt, refused.detail)
+        if refused.code is Code.BUSY and self._is_new and self._turned_away < BUSY_TRIES:
+            self._turned_away += 1
+            await self._leave.wait(max(BACKOFF_S, min(refused.refusal.retry_s or 0.0, MAX_BACKOFF_S)))
+            return attempt
         await self._leave.wait(BACKOFF_S)
         if refused.code in (Code.CLOSED, Code.ALIVE, Code.LEAVING):
             logger.info("round %d: %s", target, refused.detail)

@@ -220,7 +220,9 @@ class Auditing:
             asked += 1
         if self._case is case and not missing:
             self._fetched = draft
-        elif self._case is case and node.log.round > case.round and case.peer in node.log.commit_at(case.round + 1).members:
+        elif self._case is case and node.log.begins <= case.round + 1 <= node.log.round and (
+            case.peer in node.log.commit_at(case.round + 1).members
+        ):
             self._conclude(case, Score(0))
         elif self._case is case:
             self._case = None  # it was away, which the next commit says (`admission.owes_an_audit`)

@@ -100,7 +100,8 @@ class CoordinatorService:
         signed, log = unpack(Signed, await stream.message()), self._node.log
         if signed.peer != stream.remote:
             raise Refused(Code.NOT_ALLOWED, "the announcement of another peer")
-        announcement = await beside(len(signed.record), read_signed, Announcement, signed, self._node.world.identity)
+        is_known, identity = self._node.endpoint.shares.is_known(signed.peer), self._node.world.identity
+        announcement = await beside(len(signed.record), read_signed, Announcement, signed, identity, is_known=is_known)
         self._check_same_campaign(announcement)
         self._node.check_admission(stream.remote, announcement.trains, announcement.invitation, log.last.control)
         if announcement.round <= log.round:

@@ -211,7 +211,7 @@ class Decisions:
     async def take_control_from(self, peer: str) -> bool:
         """Fetch the peer's newest control record; False when it is not newer. Raises PeerUnreachable, Refused, WireError."""
         reply = await self._endpoint.ask(peer, CONTROL, pack(ControlRequest(None)), self._endpoint.silence_s)
-        return self.take_control((await unpack_beside(Known, reply)).newest)
+        return self.take_control((await unpack_beside(Known, reply, self._endpoint.shares.is_known(peer))).newest)
 
     async def take_control_from_all(self, peers: Iterable[str]) -> None:
         """Fetch the newest control record from the first MAX_ASKED of these peers; those that do not answer are skipped."""

@@ -92,7 +92,7 @@ class Traffic:
     round_bytes: int = 0
     """The most that one of the last rounds took; before the first, what the plan of a round says."""
     round_began_bytes: int | None = None
-    """What was used on that day when the round under way began; None before the first."""
+    """What was used on that day when the round under way began; None before the base is here."""
 
     def on(self, now: datetime) -> Traffic:
         """Return the traffic of the day of `now`."""

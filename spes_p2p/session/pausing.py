@@ -74,7 +74,7 @@ class Pauses:
     def observe(self, event: Event) -> None:
         """Observer: learns from rounds what the next one takes of the quota."""
         if self._meter is not None:
-            self._meter.committed(event, self._now())
+            self._meter.see(event, self._now())
 
     async def watch(self, leave: Callable[[], None], observer: Observer) -> None:
         """Call `leave` when the trainer is to pause; tell the observer what the quota leaves. Never returns."""

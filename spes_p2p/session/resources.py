@@ -22,6 +22,7 @@ from spes_p2p.errors import UserError
 from spes_p2p.model.build import layout_of
 from spes_p2p.observe.units import human_bytes
 from spes_p2p.rounds.outer import base_size
+from spes_p2p.session.traffic import HEADERS
 from spes_p2p.training.options import TrainingOptions, check_options
 
 
@@ -61,6 +62,9 @@ def resources_on(device: Device, settings: PeerConfig, config: CampaignConfig) -
     tried.
     """
     device = device.at_most(settings.memory_bytes).leaving(settings.leave_free)
+    if device.spare >= device.memory:
+        left, there = human_bytes(device.spare), human_bytes(device.memory)
+        raise UserError(f"--leave-free: {left} are to be left, and {there} are free; give less, or close other programs")
     device = replace(device, base_in_memory=settings.base == "ram")
     wanted, experts, asked = settings.experts, config.model.moe_num_experts, _asked(settings)
     check_ranks(config, device.ranks, f"--devices {settings.devices}")
@@ -119,13 +123,13 @@ def round_bytes(config: CampaignConfig, experts: int) -> int:
     return traffic.up_bytes + traffic.down_bytes
 
 
-def require_quota(settings: PeerConfig, config: CampaignConfig, round_bytes: int, has_base: bool) -> None:
-    """Raise UserError for a quota that a day's first download uses up: the trainer would never train."""
-    base = 0 if has_base else 4 * base_size(layout_of(config.model), config.outer)
-    if settings.quota is not None and settings.quota < base + round_bytes:
-        first = "" if has_base else f"the model, {human_bytes(base)}, and "
-        raise UserError(f"--quota {human_bytes(settings.quota)}/day: does not suffice for {first}a round of about "
-                        f"{human_bytes(round_bytes)}; give more than {human_bytes(base + round_bytes)}/day, or no quota")
+def require_quota(settings: PeerConfig, config: CampaignConfig, round_bytes: int) -> None:
+    """Raise UserError for a quota that coming back uses up, at most a base: the trainer would never train."""
+    base = 4 * base_size(layout_of(config.model), config.outer)
+    needed = round(HEADERS * base) + 2 * round_bytes
+    if settings.quota is not None and settings.quota < needed:
+        raise UserError(f"--quota {human_bytes(settings.quota)}/day: does not suffice for the model, {human_bytes(base)}, and "
+                        f"rounds of about {human_bytes(round_bytes)}; give {human_bytes(needed)}/day or more, or no quota")
 
 
 def _has_room(device: Device, needed: HostBytes, choice: Choice) -> bool:

@@ -32,7 +32,6 @@ from spes_p2p.peer.announcing import NOTHING_TO_TRAIN, Capacity
 from spes_p2p.peer.leaving import LeaveRequest
 from spes_p2p.peer.life import Peer
 from spes_p2p.rounds.archive import Archive
-from spes_p2p.rounds.base import BASE
 from spes_p2p.session.admission import admitted, keep_invitation
 from spes_p2p.session.apart import run_apart
 from spes_p2p.session.downstream import Evaluations, continue_prompts, evaluate_tasks
@@ -234,7 +233,7 @@ async def _prepare(
     store = await asyncio.to_thread(DirectoryStore, settings.run_dir)  # deletes what a dead process left
     await join_with_base_0(first_contact(net), peers, files, genesis, settings, store)
     expected = round_bytes(files.campaign.config, resources.experts)
-    require_quota(settings, files.campaign.config, expected, BASE in store.names(BASE))
+    require_quota(settings, files.campaign.config, expected)
     pauses.expect(expected)
     logger.info("room for %s", resources.description)
     keep_loaded_objects()

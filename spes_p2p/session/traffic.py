@@ -19,7 +19,7 @@ from pydantic import TypeAdapter
 
 from spes_p2p.data.url_donor import UrlDonor
 from spes_p2p.net.byte_stream import ByteStream
-from spes_p2p.observe.events import Event, RoundCommitted
+from spes_p2p.observe.events import BaseRestored, Event, RoundCommitted
 from spes_p2p.observe.json_values import to_json
 from spes_p2p.session.pause_rules import Traffic
 from spes_p2p.storage.files import write_whole
@@ -92,13 +92,14 @@ class TrafficMeter:
             self.save(now)
         return self._traffic
 
-    def committed(self, event: Event, now: datetime) -> None:
-        """Note how much a round took."""
-        if isinstance(event, RoundCommitted) and self._daemon is not None:
+    def see(self, event: Event, now: datetime) -> None:
+        """Note how much a round took, and that the next one begins."""
+        if isinstance(event, RoundCommitted | BaseRestored) and self._daemon is not None:
             self.read(now)
-            if self._at_commit:
-                self._rounds.append(self._counted - self._at_commit[-1][1])
-            self._at_commit = [*self._at_commit[:1], (now.timestamp(), self._counted)]
+            if isinstance(event, RoundCommitted):
+                if self._at_commit:
+                    self._rounds.append(self._counted - self._at_commit[-1][1])
+                self._at_commit = [*self._at_commit[:1], (now.timestamp(), self._counted)]
             self._traffic = replace(self._traffic, round_began_bytes=self._traffic.used_bytes, round_bytes=max(self._rounds))
 
     def save(self, now: datetime) -> None:
