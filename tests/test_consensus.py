@@ -24,8 +24,9 @@ from spes_p2p.consensus.output import LOG, VOTES
 from spes_p2p.consensus.proposer import Proposer, ProposerState, Reply, Send
 from spes_p2p.consensus.reform import OutageWatch, has_lasted, sees_majority
 from spes_p2p.errors import Refused
-from spes_p2p.messages.codec import pack
+from spes_p2p.messages.codec import pack, unpack
 from spes_p2p.messages.consensus import Accept, Ballot, CertifiedCommit, Commit, Decide, Prepare, Promise, Vote
+from spes_p2p.messages.fields import MAX_EXPERTS
 from spes_p2p.messages.rounds import Pong
 from spes_p2p.peer.durable import perform
 from spes_p2p.testing.simulated_identity import SimulatedIdentity
@@ -597,6 +598,19 @@ def test_the_package_can_be_taken_alone() -> None:
 
 
 # A long log ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("experts", [640, MAX_EXPERTS])
+def test_a_page_of_commits_with_many_experts_can_be_read(experts: int) -> None:
+    log, last = CommitLog(SimulatedIdentity("A"), genesis()), genesis()
+    for _ in range(300):
+        last = dataclasses.replace(last, round=last.round + 1, parent=last.id, owners=((0,),) * experts)
+        log.put(CertifiedCommit(last, Ballot(1, "A"), ()))
+    first, read = -1, 0
+    while page := log.page(first, 200):
+        assert unpack(Decide, pack(Decide(page))).decided == page
+        first, read = page[-1].commit.round, read + len(page)
+    assert read == 300
 
 
 def test_a_long_log_returns_what_was_put_and_gives_up_a_branch_of_any_length(monkeypatch: pytest.MonkeyPatch) -> None:

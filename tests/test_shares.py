@@ -250,6 +250,31 @@ def test_where_too_much_waits_those_that_took_most_are_refused_and_turns_are_giv
     run_virtual(main())
 
 
+def test_a_heartbeat_for_which_there_is_no_room_breaks_no_stream() -> None:
+    async def main() -> None:
+        host, refused = Host(), list[int]()
+
+        async def pace(peer: str, cost: int) -> None:
+            if cost == FRAME_COST:
+                refused.append(cost)
+                raise Refused(Code.BUSY, "too many")
+
+        async def slow(stream: Stream) -> None:
+            await stream.message()
+            await stream.alive(asyncio.sleep(10 * SILENCE_S))
+            await stream.send(b"done")
+
+        host.endpoint.shares.pace = pace  # type: ignore[method-assign]
+        await host.endpoint.serve(PING, slow)
+        outsider = RpcEndpoint(host.network.transport("X"), SILENCE_S)
+        async with outsider.stream("B", PING) as stream:
+            await stream.send(b"request")
+            assert await stream.alive(stream.message()) == b"done"
+        assert len(refused) > 3
+
+    run_virtual(main())
+
+
 def test_all_outsiders_together_have_a_pace() -> None:
     async def main() -> None:
         host = Host()

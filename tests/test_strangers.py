@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
 import pytest
@@ -11,10 +13,13 @@ from spes_p2p.errors import Refused
 from spes_p2p.messages.codec import pack
 from spes_p2p.messages.consensus import Accept, Ballot, Leave, Prepare
 from spes_p2p.messages.methods import ACCEPT, LEAVE, PREPARE
+from spes_p2p.messages.refusals import Code
 from spes_p2p.messages.samples import Interval
 from spes_p2p.net.rpc import RpcEndpoint
+from spes_p2p.net.shares import STREAM_COST
+from spes_p2p.observe.events import RoundFailed
 from spes_p2p.rounds.proposal import read_leave
-from spes_p2p.testing.simulate.swarm import VirtualSwarm, campaign
+from spes_p2p.testing.simulate.swarm import VirtualSwarm, campaign, simulate
 from spes_p2p.testing.simulated_identity import SimulatedIdentity
 from spes_p2p.testing.virtual_loop import run_virtual
 
@@ -57,3 +62,28 @@ def test_who_leaves_gives_back_only_samples_that_it_was_assigned() -> None:
         assert set(returned) == set(commit.workloads[commit.members.index("C")].slices)
 
     run_virtual(main())
+
+
+def test_a_newcomer_that_is_turned_away_as_busy_asks_the_same_coordinator_again() -> None:
+    async def main() -> None:
+        swarm = VirtualSwarm(campaign(400))
+        swarm.start_all()
+        await swarm.until_round(2)
+        until_s, turned_away = asyncio.get_running_loop().time() + 20, 0
+        for node in swarm.nodes.values():
+            pace = node.endpoint.shares.pace
+
+            async def busy(peer: str, cost: int, pace: Callable[[str, int], Awaitable[None]] = pace) -> None:
+                nonlocal turned_away
+                if peer == "D" and cost > STREAM_COST and asyncio.get_running_loop().time() < until_s:
+                    turned_away += 1
+                    raise Refused(Code.BUSY, "too many newcomers", retry_s=4.0)
+                await pace(peer, cost)
+
+            node.endpoint.shares.pace = busy  # type: ignore[method-assign]
+        swarm.start("D")
+        await swarm.until(lambda: "D" in swarm.nodes["A"].log.last.members, 60)
+        assert turned_away > 2
+        assert not swarm.recorders["D"].of(RoundFailed)
+
+    simulate(main)
