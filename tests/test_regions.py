@@ -164,9 +164,11 @@ def test_a_region_whose_own_lines_are_slow_belongs_to_the_one_that_it_calls_near
     assert places(TWO | {4: {0, 1, 2, 3, 5, 6, 7}}) == ["0 1 2 3", "4 5 6 7"], "one member alone unites nothing"
 
 
-def test_a_peer_to_which_nobody_sent_joins_those_that_it_calls_near_if_these_are_in_one_region() -> None:
+def test_a_peer_that_reduces_nothing_joins_those_that_it_calls_near_if_these_are_in_one_region() -> None:
+    near = TWO | {8: {0, 1}, 9: {5}, 10: {9, 4, 12}}
     for round_number in (0, 1):
-        assert places(TWO | {8: {0, 1}, 9: {5}, 10: {9, 4, 12}}, round_number) == ["0 1 2 3 8", "4 5 6 7 9 10"]
+        assert places(near, round_number, undialled=(8, 9, 10)) == ["0 1 2 3 8", "4 5 6 7 9 10"]
+    assert places(near, 0) == ["0 1 2 3 (8) (10)", "4 5 6 7 (9)"], "others have to call it near, too"
 
 
 def test_others_are_guests_of_each_region_in_turn() -> None:

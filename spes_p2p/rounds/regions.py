@@ -23,9 +23,10 @@ def regions_of(announcements: Mapping[str, Announcement], last_members: Sequence
     """Return each announcing peer's place. `last_members`: of the commit that the announcements name.
 
     A region begins with SMALLEST_REGION trainers that are connected by pairs which call each other near. Two of these are one
-    if one calls most members of the other near: then its own lines are slow, not the line between. Who is in none, for instance
-    because it reduces nothing and so nobody sends to it, joins the only one that has some which it calls near. The others are
-    guests of each region in turn, round by round, and so measure the lines to all.
+    if one calls most members of the other near: then its own lines are slow, not the line between. Who is in none because it
+    reduces nothing, so that nobody sends to it, joins the only one that has some which it calls near. The others are guests of
+    each region in turn, round by round, and so measure the lines to all: one that has met a single region may call a member
+    near only because it is less far than others.
     """
     peers = sorted(announcements)
     at = {peer: place for place, peer in enumerate(peers)}
@@ -44,7 +45,7 @@ def regions_of(announcements: Mapping[str, Announcement], last_members: Sequence
     places = {}
     for peer, place in at.items():
         own = [k for k, region in enumerate(regions) if place in region] or [
-            k for k, region in enumerate(regions) if calls[place, region].any()
+            k for k, region in enumerate(regions) if calls[place, region].any() and not is_able[place]
         ]
         places[peer] = Place(own[0]) if len(own) == 1 else Place((place + round_number) % len(regions), is_guest=True)
     return places
