@@ -28,9 +28,13 @@ from spes_p2p.net.rpc import OUTSIDER_SILENCES, RpcEndpoint, Stream
 from spes_p2p.net.shares import (
     FRAME_COST,
     HELD_PER_PEER,
+    OUTSIDER_BITS,
     OUTSIDER_FRAME_BYTES,
+    OUTSIDERS_BURST_S,
+    STREAM_COST,
     STREAMS_OF_OUTSIDERS,
     STREAMS_PER_OUTSIDER,
+    Place,
     Shares,
 )
 from spes_p2p.net.turns import WAITING_S
@@ -114,6 +118,29 @@ def test_outsiders_that_hold_all_streams_make_room_for_another_newcomer() -> Non
         assert place is not None
         shares.leave(place)
     assert "newcomer" not in shares._places
+
+
+def test_streams_that_break_at_once_keep_their_places_as_long_as_others() -> None:
+    async def main() -> int:
+        host, taken = Host(), 0
+        await host.serve()
+        enter = host.endpoint.shares.enter
+
+        def counted(peer: str) -> Place | None:
+            nonlocal taken
+            place = enter(peer)
+            taken += place is not None
+            return place
+
+        host.endpoint.shares.enter = counted  # type: ignore[method-assign]
+        for _ in range(2000):
+            with contextlib.suppress(PeerUnreachable, Refused):
+                (await host.channel("X")).abort()
+            await asyncio.sleep(0.01)
+        return taken
+
+    burst = round(OUTSIDERS_BURST_S * OUTSIDER_BITS / 8 / STREAM_COST)
+    assert run_virtual(main()) < burst + 20 * OUTSIDER_BITS / 8 / STREAM_COST + STREAMS_PER_OUTSIDER
 
 
 def test_frames_of_a_stranger_are_read_at_a_pace_and_those_of_a_member_at_once() -> None:

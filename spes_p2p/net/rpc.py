@@ -382,8 +382,9 @@ class RpcEndpoint:
         place.end = partial(stream.break_off, PeerUnreachable(f"{channel.remote[-6:]} makes room for other newcomers"))
         stream.expect_request()
         try:
+            await self.shares.own_pace(channel.remote, STREAM_COST)  # also of a stream that broke: its place is taken so long
             if not self.shares.is_known(channel.remote):
-                await stream.alive(self.shares.pace(channel.remote, STREAM_COST))
+                await stream.alive(self.shares.turn(channel.remote, STREAM_COST))
             self.admit(channel.remote, method)
             await self._handlers[method](stream)
             await stream.finish()

@@ -107,13 +107,22 @@ class Shares:
 
     async def pace(self, peer: str, cost: int) -> None:
         """Wait until this much of an outsider may be handled; a member never waits. Raises Refused where too much waits."""
+        await self.own_pace(peer, cost)
+        await self.turn(peer, cost)
+
+    async def own_pace(self, peer: str, cost: int) -> None:
+        """Wait until an outsider by itself may send this much more."""
         if self.is_known(peer):
             return
         if len(self._pace) >= 2 * STREAMS_OF_OUTSIDERS:
             self._pace = {each: pacer for each, pacer in self._pace.items() if pacer.taken_s()}
-        own = self._pace.setdefault(peer, Pacer(OUTSIDER_BITS, OUTSIDERS_BURST_S))
-        await own.let_pass(cost)
-        await self._turns.wait(cost, own.taken_s())
+        await self._pace.setdefault(peer, Pacer(OUTSIDER_BITS, OUTSIDERS_BURST_S)).let_pass(cost)
+
+    async def turn(self, peer: str, cost: int) -> None:
+        """Wait for an outsider's turn among all others. Raises Refused where too much waits."""
+        if not self.is_known(peer):
+            own = self._pace.get(peer)
+            await self._turns.wait(cost, own.taken_s() if own is not None else 0.0)
 
     def _is_full(self, peer: str, size: int) -> bool:
         if self.is_known(peer):
