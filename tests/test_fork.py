@@ -17,6 +17,7 @@ from spes_p2p.messages.codec import pack, unpack
 from spes_p2p.messages.consensus import Ballot, CertifiedCommit, Commit, CommitsRequest, Decide
 from spes_p2p.messages.methods import COMMITS
 from spes_p2p.net.rpc import RpcEndpoint
+from spes_p2p.net.shares import Shares
 from spes_p2p.peer.decisions import Decisions
 from spes_p2p.peer.durable import perform
 from spes_p2p.peer.validity import Validity
@@ -141,7 +142,7 @@ class Owner:
     silence_s = 1.0
 
     def __init__(self, *decided: CertifiedCommit):
-        self._decided = decided
+        self._decided, self.shares = decided, Shares()
 
     async def ask(self, peer: str, method: str, body: bytes, patience_s: float) -> bytes:
         assert method == COMMITS
