@@ -113,7 +113,7 @@ class Round:
         behind: Mapping[str, Behind] | None = None,
         clips: bool = False,
         run_blocking: Callable[..., Awaitable[Any]] = inline,
-        strangers_s: float = 0.0,
+        round_s: float = 0.0,
     ) -> Round:
         network = MemoryNetwork(latency_s=0.05) if network is None else network
         opened = cls(plan, codecs(codec), network, {}, {}, layout, part_bytes)
@@ -123,7 +123,7 @@ class Round:
             own, weighs = (residuals or {}).get(m.peer, {}), (behind or {}).get(m.peer, planned(m))
             exchange = Exchange(ExchangeContext(
                 endpoint, SimulatedIdentity(m.peer), opened.empty(), pending, own, timeout_s, weighs, run_blocking,
-                clips=clips, strangers_s=strangers_s,
+                clips=clips, round_s=round_s,
             ))
             opened.endpoints[m.peer], opened.exchanges[m.peer] = endpoint, exchange
             await _serve(endpoint, exchange)

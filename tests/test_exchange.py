@@ -35,6 +35,7 @@ from spes_p2p.net.tasks import end_tasks
 from spes_p2p.net.throughput import UNKNOWN_BYTES_PER_S
 from spes_p2p.peer.own_work import taken
 from spes_p2p.peer.part_frames import INDEX_BYTES, WEIGHT_BYTES
+from spes_p2p.peer.reducer import STRANGERS_SHARE
 from spes_p2p.peer.transfers import IN_FLIGHT_S, WINDOW_BYTES
 from spes_p2p.rounds.blockwise import Blockwise
 from spes_p2p.rounds.codecs import CODECS
@@ -423,7 +424,7 @@ def test_a_stranger_on_the_slowest_line_holds_up_the_others_no_longer_than_a_sha
         network.set_bandwidth("X", slow, 1e9)
         played = await Round.open(
             plan, random_updates(plan, layout=layout), network=network, timeout_s=900.0, layout=layout, part_bytes=2**16,
-            strangers_s=strangers_s,
+            round_s=strangers_s / STRANGERS_SHARE,
         )
         dripping = asyncio.ensure_future(played.run("X"))
         await played.run("AB")

@@ -28,12 +28,12 @@ from spes_p2p.observe.events import RoundFailed
 from spes_p2p.peer import collecting
 from spes_p2p.rounds.archive import NO_ARCHIVE, Archive
 from spes_p2p.rounds.audits import auditors
-from spes_p2p.rounds.claims import bounded_strangers
+from spes_p2p.rounds.claims import NEWCOMERS_WEIGHT, bounded_strangers
 from spes_p2p.rounds.parts import moved_parts, part_table, weight
 from spes_p2p.rounds.plan import LEAST_NEWCOMERS, NEWCOMER_WEIGHT, Rules, crowded_out, make_plan
 from spes_p2p.rounds.planned import Member, Plan
 from spes_p2p.testing.attacks.deciding import altered
-from spes_p2p.testing.attacks.kinds import ATTACKS
+from spes_p2p.testing.attacks.kinds import ATTACKS, AttackKind
 from spes_p2p.testing.attacks.tamper import Liar, Tamper, changed, tampered
 from spes_p2p.testing.memory_network import Frame
 from spes_p2p.testing.simulate.swarm import EXPERTS, NUM_SAMPLES, VirtualSwarm, campaign, simulate
@@ -132,9 +132,10 @@ def test_a_newcomers_weight_is_bounded_in_every_group(tokens: int, rounds: int) 
     plan = plan_of({"A": announce(tokens, elector("A")), "X": announce(tokens)}, {"X": Service(rounds)})
     vouched, newcomer = plan.members
     assert vouched.tokens == min(tokens, PHASE_TOKENS)
-    most = NEWCOMER_WEIGHT * PHASE_TOKENS
+    most = min(tokens, int(NEWCOMER_WEIGHT * PHASE_TOKENS))
+    others = int(NEWCOMERS_WEIGHT * vouched.tokens)
     for group in LAYOUT.groups:
-        assert weight(newcomer, group) == min(tokens, int(most)), "below the bound it counts as everybody's"
+        assert weight(newcomer, group) == (max(1, min(most, others)) if tokens else 0) or not others
 
 
 @given(MEMBERS)
@@ -147,9 +148,22 @@ def test_all_strangers_together_weigh_at_most_as_much_as_the_others(members: tup
         assert all(member.is_stranger or before == after for (before, after), member in zip(pairs, members, strict=True))
         if known:
             assert sum(after for _, after in strange) <= max(known, len(strange)), "one token each at least"
-            assert all(after >= min(before, known // len(strange)) for before, after in strange), "an equal share at least"
-        if not known or sum(before for before, _ in strange) <= known:
-            assert all(before == after for before, after in strange)
+            if all(member.standing != "newcomer" for member in members):
+                assert all(after >= min(before, known // len(strange)) for before, after in strange), "an equal share at least"
+                assert all(before == after for before, after in strange) or sum(before for before, _ in strange) > known
+        else:
+            assert all(before == after for before, after in strange) or any(member.standing == "proven" for member in members)
+
+
+@given(MEMBERS)
+def test_all_newcomers_together_weigh_at_most_a_quarter_of_the_others(members: tuple[Member, ...]) -> None:
+    bounded = bounded_strangers(members)
+    for group in LAYOUT.groups:
+        weights = [(weight(after, group), after.standing == "newcomer") for after in bounded]
+        others = sum(each for each, is_new in weights if not is_new)
+        new = [each for each, is_new in weights if is_new and each]
+        if NEWCOMERS_WEIGHT * others >= 1:
+            assert sum(new) <= max(NEWCOMERS_WEIGHT * others, len(new)), "one token each at least"
 
 
 def test_strangers_cannot_change_how_many_steps_the_others_do() -> None:
@@ -340,6 +354,39 @@ def test_complaints_of_strangers_take_no_parts_from_a_reducer(are_waited_for: bo
         assert not any(commit.lost for commit in commits)
 
     simulate(main)
+
+
+async def seconds_of_rounds(kind: AttackKind | None, rounds: int) -> float:
+    """Return how long the rounds after the first ones take two vouched trainers, with two strangers of this kind or honest."""
+    swarm = VirtualSwarm(campaign(total_steps=10**6, admission="open", sync={"min_peers": 5, "audited_share": 0.0}))
+    if kind is not None:
+        for name in "XY":
+            swarm.around[name] = lambda world: ATTACKS[kind].around(Liar(world, swarm.campaign.config))
+    for name in "AB":
+        swarm.invitations[name] = swarm.invitation(name, ELECTOR)
+    swarm.start_all("ABXYZ")
+    known, clock = list(swarm.peers)[:2], asyncio.get_running_loop().time
+    await swarm.until(lambda: min(map(swarm.round_of, known)) >= 5)
+    began = clock()
+    await swarm.until(lambda: min(map(swarm.round_of, known)) >= 5 + rounds)
+    assert "Z" in swarm.nodes["A"].log.last.members, "who is in time is not left out"
+    return clock() - began
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["tarpit", "slander"])
+def test_strangers_that_are_late_in_every_round_hold_up_all_rounds_together_by_a_tenth(kind: AttackKind) -> None:
+    durations: list[float] = []
+
+    async def main() -> None:
+        durations.append(await seconds_of_rounds(None, 30))
+
+    async def attacked() -> None:
+        durations.append(await seconds_of_rounds(kind, 30))
+
+    simulate(main)
+    simulate(attacked)
+    assert durations[1] <= 1.1 * durations[0]
 
 
 def test_a_round_has_room_for_as_many_newcomers_as_for_others() -> None:

@@ -7,6 +7,7 @@ import contextlib
 import logging
 from collections.abc import Collection, Iterable, Sequence
 
+from spes_p2p.consensus.electorate import taking_turns
 from spes_p2p.consensus.signed import read_signed
 from spes_p2p.errors import Refused
 from spes_p2p.messages.codec import WireError, pack
@@ -16,6 +17,7 @@ from spes_p2p.messages.refusals import Code
 from spes_p2p.messages.rounds import Report, Revision, Staged, Stalled
 from spes_p2p.net.rpc import Stream
 from spes_p2p.net.unpacking import beside
+from spes_p2p.peer.courtesy import Wait
 from spes_p2p.peer.gathering import PING_EVERY_S, Gathering, RoundContext
 from spes_p2p.peer.transfers import COMPLAINT_SILENCES
 from spes_p2p.rounds.commit import check_staged, disagreeing, lost_reducers
@@ -45,6 +47,9 @@ class StagedReports:
         self._complaints: dict[int, dict[int, float]] = {}
         """By reducer: who complains about it in this revision, and the loop time since when."""
         self._stalled = context.stalled
+        self._courtesy, self._sharers = context.too_late.courtesy, taking_turns(context.parent)
+        self._wait: Wait | None = None
+        """For strangers only."""
         self._known: dict[Stream, int] = {}
         """The revision that each member with a plan knows."""
 
@@ -87,7 +92,24 @@ class StagedReports:
             self._members.changed.set()
 
     async def wait(self) -> None:
-        """Wait for the report of every living member; move the parts of lost reducers to backups meanwhile."""
+        """Wait for the report of every living member; move the parts of lost reducers to backups meanwhile.
+
+        Strangers that are later than all others are waited for as far as the coordinator's `Courtesy` goes.
+        """
+        try:
+            await self._collect()
+        finally:
+            self._end_wait()
+
+    def _is_courtesy_over(self) -> bool:
+        return self._wait is not None and not self._wait.left_s
+
+    def _end_wait(self) -> None:
+        if self._wait is not None:
+            self._wait.end()
+            self._wait = None
+
+    async def _collect(self) -> None:
         loop = asyncio.get_running_loop()
         started = loop.time()
         parts, members = self.results.parts, self.results.plan.members
@@ -103,11 +125,14 @@ class StagedReports:
             stalled = self._stalled_reducers(now)
             for reducer in stalled:
                 self._drop(reducer)
-            waiting = [peer for i, peer in enumerate(names) if i not in self.staged and peer in alive]
+            waiting = [i for i, peer in enumerate(names) if i not in self.staged and peer in alive]
+            if self._wait is None and waiting and known.isdisjoint(waiting):
+                self._wait = self._courtesy.begin(self._patience(now - started), self._sharers)
             lost = lost_reducers(self.results, self.staged, {i for i, peer in enumerate(names) if peer in alive}, not waiting)
             lost = tuple(sorted({*lost, *stalled}))
             if lost:
                 self._revise(lost)
+                self._end_wait()
                 half_at = None
                 await self._send_revisions()
             elif not waiting:
@@ -115,13 +140,15 @@ class StagedReports:
                 if not unclear:
                     return
                 await self._ask_in_full([names[i] for i in unclear])
+                self._end_wait()
                 half_at = now  # they get the same time once more
             elif half_at is None and (self._has_half(range(len(names))) or (now - started > known_s and self._has_half(known))):
                 half_at = now
-            elif half_at is not None and now - half_at > self._patience(half_at - started):
-                self._give_up(waiting)
+            elif (half_at is not None and now - half_at > self._patience(half_at - started)) or self._is_courtesy_over():
+                self._give_up(names[i] for i in waiting)
+            left_s = PING_EVERY_S if self._wait is None else self._wait.left_s
             with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(changed.wait(), min(PING_EVERY_S, deadline - now))
+                await asyncio.wait_for(changed.wait(), min(PING_EVERY_S, left_s, deadline - now))
 
     def _has_half(self, members: Collection[int]) -> bool:
         return 2 * len(self.staged.keys() & set(members)) >= len(members)

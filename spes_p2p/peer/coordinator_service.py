@@ -35,7 +35,7 @@ class CoordinatorService:
     """Opens an attempt at the next round when it is this peer's turn, and lets members into it."""
 
     def __init__(self, node: Node, replica: Replica, phases: PhaseRunner, reporter: EventReporter):
-        self.too_late = LateArrivals(node.endpoint.silence_s)
+        self.too_late = LateArrivals()
         self.patience = Patience(node, self._work)
         self._node, self._replica, self._phases, self._reporter = node, replica, phases, reporter
         self._attempt: Coordination | None = None

@@ -16,6 +16,8 @@ from spes_p2p.messages.consensus import Commit, Signed
 from spes_p2p.messages.methods import PING
 from spes_p2p.messages.rounds import Announcement, Ping, Pong
 from spes_p2p.net.rpc import Stream
+from spes_p2p.net.tasks import end_tasks
+from spes_p2p.peer.courtesy import COURTESY_SHARE, Courtesy
 from spes_p2p.peer.node import Node
 from spes_p2p.rounds.stragglers import patience_s, straggler_delay
 
@@ -24,8 +26,6 @@ logger = logging.getLogger(__name__)
 PING_EVERY_S = 1.0
 WAITING_SHARE = 0.25
 """Ping missing members often once this share of the expected ones wait for them, or a quorum."""
-COURTESY_SHARE = 0.05
-"""Wait for late arrivals for at most this share of the time."""
 MAX_LATE = 64
 """Wait for at most this many late arrivals."""
 
@@ -37,32 +37,18 @@ class AttemptFailed(Exception):
 class LateArrivals:
     """Peers that came too late for a round and were in none since. Kept by the coordinator from round to round.
 
-    The next round waits for them, so that the short phases of a few members keep no one out. Since a peer can arrive late in
-    every round, the waiting comes out of a budget that fills with time.
+    The next round waits for them, so that the short phases of a few members keep no one out.
     """
 
-    def __init__(self, silence_s: float):
-        """`silence_s`: the most that is waited at once."""
+    def __init__(self) -> None:
         self.peers: set[str] = set()
-        self._silence_s = self._budget_s = silence_s
-        self._filled_at = -math.inf
-        """Loop time."""
+        self.courtesy = Courtesy()
+        """The coordinator's time for them, and for strangers that are later than all others."""
 
     def add(self, peer: str) -> None:
         """Wait for this peer in the next round."""
         if len(self.peers) < MAX_LATE:
             self.peers.add(peer)
-
-    def patience_s(self, coordinators: int) -> float:
-        """Return how long a round may wait now. `coordinators`: those that take turns, each with a budget of its own."""
-        now = asyncio.get_running_loop().time()
-        filled_s = COURTESY_SHARE / coordinators * (now - self._filled_at)
-        self._budget_s, self._filled_at = min(self._silence_s, self._budget_s + filled_s), now
-        return self._budget_s
-
-    def spend(self, waited_s: float) -> None:
-        """Note that a round waited."""
-        self._budget_s -= waited_s
 
 
 @dataclass(frozen=True)
@@ -141,11 +127,19 @@ class Gathering:
     async def wait(self) -> None:
         """Wait until every living trainer with an assignment has announced; tell stragglers to stop, then go on without them.
 
-        A peer that came too late for the last round is waited for: a helper for `silence_s`, others within the budget of
-        `LateArrivals`. A phase without assignments, the first of a campaign or a term, goes on for `join_grace_s` after its
-        quorum. Raises AttemptFailed when the round is decided elsewhere.
+        Peers that came too late for the last round, and strangers that are still missing when all others are there, are waited
+        for as far as the coordinator's `Courtesy` goes; a late helper for `silence_s`. A phase without assignments, the first of
+        a campaign or a term, goes on for `join_grace_s` after its quorum. Raises AttemptFailed when the round is decided
+        elsewhere.
         """
-        context, all_there_at, budget_s, limit_s = self._context, None, 0.0, 0.0
+        pings: dict[tuple[str, bool], asyncio.Task[None]] = {}
+        try:
+            await self._wait(pings)
+        finally:
+            await end_tasks(pings.values())
+
+    async def _wait(self, pings: dict[tuple[str, bool], asyncio.Task[None]]) -> None:
+        context, wait, until = self._context, None, math.inf
         sync, helpers, waited_for = context.node.rules.config.sync, set(context.parent.helpers), set[str]()
         while True:
             context.require_open()
@@ -154,34 +148,38 @@ class Gathering:
             trainers = {peer for peer in self.alive if self.announced[peer].trains}
             expected = self._expected()
             missing = expected.keys() - self.announced.keys()
-            coming = context.too_late.peers - self.announced.keys() - self._dead_peers() - context.gone().keys()
+            context.too_late.peers.difference_update(self._dead_peers())
+            coming = context.too_late.peers - self.announced.keys() - context.gone().keys()
             quorum_at = self._quorum_of(trainers, expected)
             if quorum_at is not None:
                 self._quorum_at = quorum_at if self._quorum_at is None else min(self._quorum_at, quorum_at)
             waited_s = now - self._quorum_at if self._quorum_at is not None and trainers else 0.0
-            if trainers and expected and not missing:
-                if all_there_at is None:
-                    all_there_at, budget_s = now, context.too_late.patience_s(taking_turns(context.parent))
-                waited_for |= coming
-                limit_s = sync.silence_s if coming & helpers else budget_s
-                if not coming or now - all_there_at >= limit_s:
+            to_stop = missing if expected and waited_s > self._patience() else set[str]()
+            if to_stop and waited_s > self._patience() + sync.silence_s:
+                return
+            if trainers and expected and not missing & self._pacing(expected).keys():
+                if wait is None:
+                    most_s = max(sync.silence_s, COURTESY_SHARE * (now - context.phase_began))
+                    wait = context.too_late.courtesy.begin(most_s, taking_turns(context.parent))
+                waited_for |= coming | missing
+                until = wait.began + sync.silence_s if coming & helpers else wait.until
+                if now >= until - sync.silence_s:
+                    to_stop = missing
+                if not (coming or missing) or now >= until:
                     context.too_late.peers.difference_update(coming)
                     if waited_for - helpers:
-                        context.too_late.spend(now - all_there_at)
+                        wait.end()
                     return
             if not expected and waited_s >= sync.join_grace_s and quorum_at is not None:
                 return
-            late = bool(expected) and waited_s > self._patience()
-            if late and waited_s > self._patience() + sync.silence_s:
-                return
             if missing or coming:
                 are_waiting = self._quorum_at is not None or len(trainers) >= WAITING_SHARE * len(expected)
-                due = self._due_for_ping(missing | coming, missing if late else set(), are_waiting, now)
-                await asyncio.gather(*(self._ping(peer, late and peer in missing) for peer in due))
-                context.too_late.peers.difference_update(self._dead_peers())
-            waits_s = PING_EVERY_S if all_there_at is None else min(PING_EVERY_S, max(0.0, all_there_at + limit_s - now))
+                for peer in self._due_for_ping(missing | coming, to_stop, are_waiting, now):
+                    asked = peer, peer in to_stop
+                    if asked not in pings or pings[asked].done():
+                        pings[asked] = asyncio.create_task(self._ping(*asked))
             with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self.changed.wait(), waits_s)
+                await asyncio.wait_for(self.changed.wait(), min(PING_EVERY_S, max(0.0, until - now)))
 
     def arrivals(self, members: Iterable[str]) -> tuple[float, ...]:
         """Return the straggler delay of each member that sets the pace; unknown, thus empty, after a failed attempt."""
@@ -201,6 +199,10 @@ class Gathering:
         returns = self._context.node.departures.returns
         return {peer for peer, count in self._dead.items() if returns[peer] == count}
 
+    def _pacing(self, expected: Mapping[str, int]) -> Mapping[str, int]:
+        """Return those of the expected peers that set the pace; all where none of them does."""
+        return {peer: steps for peer, steps in expected.items() if peer in self._context.pace} or expected
+
     def _quorum_of(self, trainers: set[str], expected: Mapping[str, int]) -> float | None:
         """Loop time at which half of `pace`'s work was done or, without assignments, enough trainers were there to begin.
 
@@ -208,7 +210,7 @@ class Gathering:
         a member with most of the work that never announces it holds up nobody for longer.
         """
         enough = self._context.node.rules.config.sync.min_peers if self._context.parent.round < 0 else 1
-        expected = {peer: steps for peer, steps in expected.items() if peer in self._context.pace} or expected
+        expected = self._pacing(expected)
         needed, there = (sum(expected.values()) / 2 if expected else enough), 0
         done_at = sorted(self._done_at[peer] for peer in trainers if peer in expected)
         halved = done_at[(len(expected) - 1) // 2] if 2 * len(done_at) >= max(1, len(expected)) else None
@@ -253,7 +255,9 @@ class Gathering:
             pong = None
         if pong is None:
             logger.info("%s does not answer before round %d", peer[-6:], commit.round + 1)
-            self._dead[peer] = returns
         elif pong.round > commit.round:
             self._context.node.check_claim(peer, pong.round)
-            self._dead[peer] = returns
+        else:
+            return
+        self._dead[peer] = returns
+        self.changed.set()

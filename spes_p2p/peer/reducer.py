@@ -24,6 +24,7 @@ from spes_p2p.messages.rounds import Manifest, Pushed, Update
 from spes_p2p.net.rpc import Stream
 from spes_p2p.net.tasks import end_tasks
 from spes_p2p.peer.cell_means import CellMean
+from spes_p2p.peer.courtesy import Wait
 from spes_p2p.peer.exchange_context import EncodedUpdate, ExchangeContext, SentUpdate, next_batch
 from spes_p2p.peer.kept_inputs import Input, KeptInputs
 from spes_p2p.peer.part_frames import Deadline, read_update
@@ -41,6 +42,9 @@ PUSH_SHARE, HUBS_SHARE = 0.5, 0.6
 """Shares of the exchange's time limit after which missing updates and missing means of cells are left out, so that the results
 can still be pulled."""
 
+STRANGERS_SHARE = 0.1
+"""Strangers' lines may be slower than all others' by this share of a round, as far as this reducer's `Courtesy` goes; beyond it,
+their work stays pending."""
 STRANGERS_SILENCES = 3.0
 """After this many times `silence_s` without another update of a stranger, none is waited for: complaints need four."""
 
@@ -133,7 +137,7 @@ class Reducer:
         clock, detector = asyncio.get_running_loop().time, self.context.endpoint.detector
         started, me = clock(), self.context.me
         strangers = set(range(len(self.context.names))) - trusted(self.context.plan.members)
-        known_s: float | None = None
+        wait: Wait | None = None
         self._close_complete()
         taking = asyncio.create_task(self._take_own_cells())
         try:
@@ -143,15 +147,23 @@ class Reducer:
                 if len(self._made) == len(self._sums):
                     break
                 self._news.clear()
+                waits_s = self.context.endpoint.silence_s / 4
+                if wait is not None:
+                    waits_s = min(waits_s, wait.left_s)
                 with contextlib.suppress(asyncio.TimeoutError):
-                    await asyncio.wait_for(self._news.wait(), self.context.endpoint.silence_s / 4)
+                    await asyncio.wait_for(self._news.wait(), waits_s)
                 waited_s = clock() - started
-                unheard = set().union(*self._awaited.values()) - self._pushing - self._lost
+                awaited = set().union(*self._awaited.values())
+                unheard = awaited - self._pushing - self._lost
                 lost = {i for i in unheard if waited_s >= detector.bound(self.context.names[i])}
                 lost |= {i for i in self._pushing - {me} if clock() >= self._push_due_at(i, started)}
-                if known_s is None and not set().union(*self._awaited.values()) - strangers:
-                    known_s = waited_s
-                if known_s is not None and self._have_strangers_had_their_time(known_s, started):
+                if wait is not None and not awaited:
+                    wait.end()
+                    wait = None
+                if wait is None and awaited and awaited <= strangers:
+                    most_s = max(waited_s + self.context.endpoint.silence_s, STRANGERS_SHARE * self.context.round_s)
+                    wait = self.context.courtesy.begin(most_s)
+                if wait is not None and (not wait.left_s or self._are_strangers_quiet(wait)):
                     lost |= strangers
                 if waited_s >= PUSH_SHARE * self.context.timeout_s:
                     lost |= set(self.context.others) - self._hubs
@@ -159,6 +171,8 @@ class Reducer:
                     lost |= self._hubs - {me}
                 self._lose(lost)
         finally:
+            if wait is not None:
+                wait.end()
             await end_tasks([taking])
         self._write_manifest()
 
@@ -175,16 +189,10 @@ class Reducer:
                 if not self._awaited[key] and key not in self._closed:
                     self._close(key)
 
-    def _have_strangers_had_their_time(self, known_s: float, started: float) -> bool:
-        """Return whether to go on without strangers: all others have sent, after `known_s`.
-
-        They get as long again and `silence_s`, or a share of the round. For all that time results must come, since members
-        complain about a reducer from which nothing comes.
-        """
-        now, silence_s = asyncio.get_running_loop().time(), self.context.endpoint.silence_s
-        known_at = started + known_s
-        is_quiet = now - max(known_at, self._counted_at) >= STRANGERS_SILENCES * silence_s
-        return is_quiet or now - known_at >= max(known_s + silence_s, self.context.strangers_s)
+    def _are_strangers_quiet(self, wait: Wait) -> bool:
+        """Return whether no update of strangers has come for so long that members are about to complain about this reducer."""
+        since = max(wait.began, self._counted_at)
+        return asyncio.get_running_loop().time() - since >= STRANGERS_SILENCES * self.context.endpoint.silence_s
 
     def _push_due_at(self, contributor: int, started: float) -> float:
         deadline = self._deadlines.get(contributor)

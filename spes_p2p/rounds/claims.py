@@ -9,7 +9,7 @@ functions.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from spes_p2p.config.campaign import CampaignConfig
@@ -28,6 +28,8 @@ exaggeration makes it reduce more than its share."""
 LOST_ROUNDS, LOST_SHARE = 3, 2.0**-10
 """A member that was lost as a reducer, stalled, or is disputed counts with this share of its bandwidth for this many rounds: it
 reduces nothing unless nobody else can, and keeps its vote."""
+NEWCOMERS_WEIGHT = 0.25
+"""Bounds the weight of all newcomers together in a mean, as a share of the others'."""
 LOSS_RATIO = 2.0
 """Bounds a member's loss in the plan's mean, as a multiple of the median member's."""
 
@@ -97,26 +99,32 @@ def clamped(
 
 
 def bounded_strangers(members: Sequence[Member]) -> tuple[Member, ...]:
-    """Return the members with weights such that in every mean all strangers together weigh at most as much as the others.
+    """Return the members with weights such that in every mean all strangers together weigh at most as much as the others, and
+    all newcomers `NEWCOMERS_WEIGHT` times as much.
 
-    Identities cost nothing, so only a bound on all strangers holds against many of one attacker. Where they would weigh more,
-    each weighs at most an equal share: the slow among them lose least. Where nobody else contributes, they keep their weights.
+    Identities cost nothing, so only a bound on all of them holds against many of one attacker. Where they would weigh more, each
+    weighs at most an equal share: the slow among them lose least. Where nobody else contributes, they keep their weights.
     """
+    bounded = _bounded(members, {i for i, member in enumerate(members) if member.is_stranger}, 1.0)
+    return _bounded(bounded, {i for i, member in enumerate(members) if member.standing == "newcomer"}, NEWCOMERS_WEIGHT)
+
+
+def _bounded(members: Sequence[Member], whom: Collection[int], share: float) -> tuple[Member, ...]:
+    """Return the members with weights such that these, as indices, weigh at most this share of the others in every mean."""
     weights = [(member.tokens, *member.routed) for member in members]
-    caps = [_strangers_cap(members, mean) for mean in zip(*weights, strict=True)]
+    caps = [_cap([mean[i] for i in whom if mean[i]], sum(mean), share) for mean in zip(*weights, strict=True)]
 
     def bounded(member: Member, own: Sequence[int]) -> Member:
         tokens, *routed = map(min, own, caps)
         return replace(member, tokens=tokens, routed=tuple(routed))
 
-    return tuple(bounded(each, own) if each.is_stranger else each for each, own in zip(members, weights, strict=True))
+    return tuple(bounded(each, weights[i]) if i in whom else each for i, each in enumerate(members))
 
 
-def _strangers_cap(members: Sequence[Member], weights: Sequence[int]) -> int:
-    """Return the largest weight of a stranger in a mean, from the weights by member."""
-    strangers = [weight for member, weight in zip(members, weights, strict=True) if member.is_stranger and weight]
-    others = sum(weights) - sum(strangers)
-    return max(1, others // len(strangers)) if 0 < others < sum(strangers) else max(weights)
+def _cap(weights: Sequence[int], total: int, share: float) -> int:
+    """Return the largest of these weights in a mean. `total`: of all weights in it."""
+    most = int(share * (total - sum(weights)))
+    return max(1, most // len(weights)) if 0 < most < sum(weights) else max(weights, default=0)
 
 
 def lately_lost(recent: Sequence[Commit]) -> frozenset[str]:
