@@ -102,7 +102,7 @@ class StagedReports:
             self._end_wait()
 
     def _is_courtesy_over(self) -> bool:
-        return self._wait is not None and not self._wait.left_s
+        return self._wait is not None and not self._wait.left_s()
 
     def _end_wait(self) -> None:
         if self._wait is not None:
@@ -146,7 +146,7 @@ class StagedReports:
                 half_at = now
             elif (half_at is not None and now - half_at > self._patience(half_at - started)) or self._is_courtesy_over():
                 self._give_up(names[i] for i in waiting)
-            left_s = PING_EVERY_S if self._wait is None else self._wait.left_s
+            left_s = PING_EVERY_S if self._wait is None else self._wait.left_s()
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(changed.wait(), min(PING_EVERY_S, left_s, deadline - now))
 

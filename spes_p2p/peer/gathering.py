@@ -128,8 +128,8 @@ class Gathering:
         """Wait until every living trainer with an assignment has announced; tell stragglers to stop, then go on without them.
 
         Peers that came too late for the last round, and strangers that are still missing when all others are there, are waited
-        for as far as the coordinator's `Courtesy` goes; a late helper for `silence_s`. A phase without assignments, the first of
-        a campaign or a term, goes on for `join_grace_s` after its quorum. Raises AttemptFailed when the round is decided
+        for as far as the coordinator's `Courtesy` goes; a late helper for `silence_s`. A phase without assignments, the first
+        of a campaign or a term, goes on for `join_grace_s` after its quorum. Raises AttemptFailed when the round is decided
         elsewhere.
         """
         pings: dict[tuple[str, bool], asyncio.Task[None]] = {}
@@ -139,7 +139,7 @@ class Gathering:
             await end_tasks(pings.values())
 
     async def _wait(self, pings: dict[tuple[str, bool], asyncio.Task[None]]) -> None:
-        context, wait, until = self._context, None, math.inf
+        context, wait, left_s = self._context, None, math.inf
         sync, helpers, waited_for = context.node.rules.config.sync, set(context.parent.helpers), set[str]()
         while True:
             context.require_open()
@@ -162,10 +162,10 @@ class Gathering:
                     most_s = max(sync.silence_s, COURTESY_SHARE * (now - context.phase_began))
                     wait = context.too_late.courtesy.begin(most_s, taking_turns(context.parent))
                 waited_for |= coming | missing
-                until = wait.began + sync.silence_s if coming & helpers else wait.until
-                if now >= until - sync.silence_s:
+                left_s = wait.left_s(sync.silence_s if coming & helpers else None)
+                if left_s <= sync.silence_s:
                     to_stop = missing
-                if not (coming or missing) or now >= until:
+                if not (coming or missing) or not left_s:
                     context.too_late.peers.difference_update(coming)
                     if waited_for - helpers:
                         wait.end()
@@ -179,7 +179,7 @@ class Gathering:
                     if asked not in pings or pings[asked].done():
                         pings[asked] = asyncio.create_task(self._ping(*asked))
             with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self.changed.wait(), min(PING_EVERY_S, max(0.0, until - now)))
+                await asyncio.wait_for(self.changed.wait(), min(PING_EVERY_S, left_s))
 
     def arrivals(self, members: Iterable[str]) -> tuple[float, ...]:
         """Return the straggler delay of each member that sets the pace; unknown, thus empty, after a failed attempt."""

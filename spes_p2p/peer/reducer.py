@@ -43,8 +43,8 @@ PUSH_SHARE, HUBS_SHARE = 0.5, 0.6
 can still be pulled."""
 
 STRANGERS_SHARE = 0.1
-"""Strangers' lines may be slower than all others' by this share of a round, as far as this reducer's `Courtesy` goes; beyond it,
-their work stays pending."""
+"""Strangers' lines may be slower than all others' by this share of a round, as far as this reducer's `Courtesy` goes; beyond
+it, their work stays pending."""
 STRANGERS_SILENCES = 3.0
 """After this many times `silence_s` without another update of a stranger, none is waited for: complaints need four."""
 
@@ -149,7 +149,7 @@ class Reducer:
                 self._news.clear()
                 waits_s = self.context.endpoint.silence_s / 4
                 if wait is not None:
-                    waits_s = min(waits_s, wait.left_s)
+                    waits_s = min(waits_s, wait.left_s())
                 with contextlib.suppress(asyncio.TimeoutError):
                     await asyncio.wait_for(self._news.wait(), waits_s)
                 waited_s = clock() - started
@@ -163,7 +163,7 @@ class Reducer:
                 if wait is None and awaited and awaited <= strangers:
                     most_s = max(waited_s + self.context.endpoint.silence_s, STRANGERS_SHARE * self.context.round_s)
                     wait = self.context.courtesy.begin(most_s)
-                if wait is not None and (not wait.left_s or self._are_strangers_quiet(wait)):
+                if wait is not None and (not wait.left_s() or self._are_strangers_quiet(wait)):
                     lost |= strangers
                 if waited_s >= PUSH_SHARE * self.context.timeout_s:
                     lost |= set(self.context.others) - self._hubs

@@ -102,8 +102,8 @@ def bounded_strangers(members: Sequence[Member]) -> tuple[Member, ...]:
     """Return the members with weights such that in every mean all strangers together weigh at most as much as the others, and
     all newcomers `NEWCOMERS_WEIGHT` times as much.
 
-    Identities cost nothing, so only a bound on all of them holds against many of one attacker. Where they would weigh more, each
-    weighs at most an equal share: the slow among them lose least. Where nobody else contributes, they keep their weights.
+    Identities cost nothing, so only a bound on all of them holds against many of one attacker. Where they would weigh more,
+    each weighs at most an equal share: the slow among them lose least. Where nobody else contributes, they keep their weights.
     """
     bounded = _bounded(members, {i for i, member in enumerate(members) if member.is_stranger}, 1.0)
     return _bounded(bounded, {i for i, member in enumerate(members) if member.standing == "newcomer"}, NEWCOMERS_WEIGHT)
