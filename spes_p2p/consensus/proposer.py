@@ -133,7 +133,7 @@ class Proposer:
     def _on_promise(self, elector: str, promise: Promise | None) -> tuple[Send, ...]:
         if promise is not None and promise.round < self.parent.round and elector not in self._caught_up:
             self._caught_up.add(elector)
-            return (Send(elector, Decide(self._log.since(promise.round, MAX_PAGE))),)
+            return (Send(elector, Decide(self._log.page(promise.round, MAX_PAGE))),)
         if promise is not None and promise.granted and not self._is_honest(promise):
             promise = None
         self._answers[elector] = promise
