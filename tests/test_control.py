@@ -601,7 +601,7 @@ def test_trainers_that_still_serve_the_last_round_stay_when_steps_are_added() ->
 def test_a_complete_campaign_takes_only_orders_that_add_steps() -> None:
     complete = view(round_number=6, step=60)
     order = parse_order(["schedule", "7", "total_steps=80"])(complete)
-    assert describe(order) == "from round 7 on total_steps 80"
+    assert describe(order, 6) == "from round 7 on total_steps 80"
     assert not view(round_number=6, step=60, newest=order).is_complete
     for words in ("pause", "stop", f"ban {OTHER_ID}", "rollback 2", "schedule 8 total_steps=80", "schedule 7 total_steps=60",
                   "schedule 7 learning_rate=1e-4"):
@@ -619,18 +619,32 @@ def view(
 
 
 def test_an_order_in_words() -> None:
-    assert describe(None) == ""
+    assert describe(None, 5) == ""
     changes = (Change(9, '{"learning_rate":0.0001,"total_steps":80}'), Change(12, "\x1b[31m"))
     control = Control("c", 1, "paused", changes, 4, b"")
     expected = "paused, rolled back to round 4, from round 9 on learning_rate 0.0001, total_steps 80, from round 12 on 31m"
-    assert describe(control) == expected
+    assert describe(control, 5) == expected
+
+
+def test_a_change_is_listed_until_a_later_one_of_the_same_field_holds() -> None:
+    def ordered(*changes: tuple[int, str]) -> Control:
+        return Control("c", 1, "running", tuple(Change(number, training) for number, training in changes), -1, b"")
+
+    rates = [f'{{"learning_rate":{rate}}}' for rate in (1, 2, 3)]
+    twice = ordered((5, rates[0]), (5, rates[1]), (7, '{"total_steps":80}'), (9, rates[2]))
+    rest = "from round 7 on total_steps 80, from round 9 on learning_rate 3"
+    assert describe(twice, 2) == describe(twice, 7) == f"from round 5 on learning_rate 2, {rest}"
+    assert describe(twice, 8) == rest  # the phase that round 9 takes has begun
+    partly = ordered((5, '{"total_steps":60,"warmup_steps":2}'), (6, '{"total_steps":80}'))
+    assert describe(partly, 9) == "from round 5 on warmup_steps 2, from round 6 on total_steps 80"
 
 
 def test_an_order_keeps_what_was_ordered_before() -> None:
     first = parse_order(["schedule", "9", "learning_rate=0.5"])(view())
     second = parse_order(["schedule", "7", "learning_rate=0.2", "total_steps=80"])(view(newest=first))
     required = parse_order(["require", str(PROTOCOL_VERSION), "from", "9"])(view(newest=second))
-    assert describe(required).startswith(f"protocol {PROTOCOL_VERSION} required from round 9 on, from round 7 on learning_rate")
+    in_words = f"protocol {PROTOCOL_VERSION} required from round 9 on, from round 7 on learning_rate"
+    assert describe(required, 3).startswith(in_words)
     paused = parse_order(["pause"])(view(newest=required))
     again = parse_order(["resume"])(view(newest=paused))
     assert again.requires == required.requires
@@ -676,7 +690,7 @@ def test_an_order_believes_certified_commits_and_no_stranger(admission: str, kep
 
 def test_a_ban_stays_in_later_orders_until_it_is_lifted() -> None:
     once = parse_order(["ban", OTHER_ID])(view())
-    assert describe(once) == "1 peer banned"
+    assert describe(once, 3) == "1 peer banned"
     with pytest.raises(UserError, match="is banned already"):
         parse_order(["ban", OTHER_ID])(view(newest=once))
     paused = parse_order(["pause"])(view(newest=once))

@@ -11,9 +11,11 @@ from pathlib import Path
 import aiohttp
 import pytest
 from network_swarm import LocalPeers
+from prometheus_client.parser import text_string_to_metric_families
 from synthetic_swarm import synthetic_swarm
 
-from spes_p2p.client.dashboard.directory import Listed, directory_app, directory_page, run_directory, seen
+from spes_p2p.client.dashboard.directory import directory_app, directory_page, run_directory
+from spes_p2p.client.dashboard.listed import Listed, seen
 from spes_p2p.client.dashboard.server import listening
 
 NOBODY = "/ip4/127.0.0.1/tcp/9/p2p/QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
@@ -84,6 +86,32 @@ def test_the_page_may_load_and_run_nothing_and_programs_get_the_same() -> None:
             assert (entry["answers"], entry["seen"]["round"]) == (True, 20)
 
     asyncio.run(run())
+
+
+def test_prometheus_gets_each_campaigns_figures_while_it_answers() -> None:
+    assert LIVE.seen is not None
+    odd = replace(LIVE.seen, campaign='na"me\n\\', validation_loss=math.nan)
+    listed = [LIVE, Listed(["odd"], True, 1e9, seen=odd), replace(LIVE, addresses=["silent"], answers=False), Listed(["new"])]
+
+    async def run() -> str:
+        async with listening(directory_app(listed), "127.0.0.1", 0) as url, aiohttp.ClientSession() as session:
+            return await (await session.get(f"{url}metrics")).text()
+
+    text = asyncio.run(run())
+    found = {
+        (sample.name, sample.labels["address"]): (sample.value, sample.labels)
+        for family in text_string_to_metric_families(text) for sample in family.samples
+    }
+    assert [found["spes_listed_up", each][0] for each in (NOBODY, "odd", "silent", "new")] == [1, 1, 0, 0]
+    assert {address for name, address in found if name != "spes_listed_up"} == {NOBODY, "odd"}
+    assert found["spes_listed_round", NOBODY][0] == 20
+    assert found["spes_listed_planned_rounds", NOBODY][0] == 400
+    assert [found[f"spes_listed_{role}", NOBODY][0] for role in ("trainers", "helpers")] == [3, 1]
+    assert found["spes_listed_info", "odd"][1]["campaign"] == odd.campaign
+    assert math.isnan(found["spes_listed_validation_loss", "odd"][0])
+    documented = (Path(__file__).parents[1] / "docs" / "dashboard.md").read_text()
+    for name, _ in found:
+        assert name in documented or f"`{name.removeprefix('spes_listed')}`" in documented
 
 
 @pytest.mark.network

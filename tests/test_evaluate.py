@@ -5,18 +5,22 @@ import os
 import re
 import shutil
 import socket
+from collections.abc import Callable
 from pathlib import Path
 
 import huggingface_hub.constants
 import lm_eval
 import pytest
+import torch
 import yaml
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import OlmoeConfig, OlmoeForCausalLM, PreTrainedTokenizerFast
 
 from spes_p2p.client.evaluate import check_checkpoint, evaluate, find_tasks, write_into_card
+from spes_p2p.client.loading import load_model, load_tokenizer
 from spes_p2p.client.task_names import check_names, definitions, parse_tasks
 from spes_p2p.errors import UserError
 
@@ -207,14 +211,14 @@ def test_file_cut_short_is_named(damaged: Path, name: str, kept: float) -> None:
 
 def test_absurd_header_length_is_not_read(damaged: Path) -> None:
     (damaged / "model.safetensors").write_bytes(b"\xff" * 64)
-    with pytest.raises(UserError, match=r"model\.safetensors: missing or truncated \(.*header"):
+    with pytest.raises(UserError, match=r"model\.safetensors: missing or damaged \(.*header"):
         check_checkpoint(damaged)
 
 
 def test_missing_shard_is_named(damaged: Path) -> None:
     shard = "model-00001-of-00002.safetensors"
     (damaged / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"lm_head.weight": shard}}))
-    with pytest.raises(UserError, match=f"{shard}: missing or truncated"):
+    with pytest.raises(UserError, match=f"{shard}: missing or damaged"):
         check_checkpoint(damaged)
 
 
@@ -230,6 +234,37 @@ def test_weights_of_a_smaller_model_are_refused(damaged: Path, tasks: Path) -> N
     (damaged / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 3}))
     with pytest.raises(UserError, match=r"no weights for model\.layers\.2\."):
         evaluate(damaged, {"colours": None}, include_path=tasks)
+
+
+NORM = "model.norm.weight"
+HARMS: dict[str, Callable[[Path], object]] = {
+    f": no weights for {NORM}; ": lambda folder: change_norm(folder, lambda norm: norm[:1]),
+    f": {NORM} has weights that are not finite; ": lambda folder: change_norm(folder, lambda norm: norm / 0),
+    ": transformers cannot load it (ValueError: ": lambda folder: (folder / "config.json").write_text("{}"),
+    ": transformers cannot load it (KeyError: ": lambda folder: (folder / "tokenizer.json").write_text("{}"),
+    "/config.json: missing or damaged; ": lambda folder: (folder / "config.json").write_text("[]"),
+}
+
+
+def change_norm(folder: Path, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    weights = load_file(folder / "model.safetensors")
+    save_file({**weights, NORM: change(weights[NORM]).clone()}, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def load(folder: Path) -> None:
+    check_checkpoint(folder)
+    load_model(folder, "cpu", None)
+    load_tokenizer(folder)
+
+
+@pytest.mark.parametrize("said", HARMS)
+def test_what_transformers_finds_wrong_is_one_line(damaged: Path, said: str, capfd: pytest.CaptureFixture[str]) -> None:
+    HARMS[said](damaged)
+    with pytest.raises(UserError) as refused:
+        load(damaged)
+    assert str(refused.value).startswith(f"{damaged}{said}")
+    assert "\n" not in str(refused.value)
+    assert capfd.readouterr() == ("", "")
 
 
 @pytest.mark.slow

@@ -23,6 +23,8 @@ ROOT = Path(__file__).parents[1]
      "error: a file: cannot be written (No space left on device); free disk space and start again\n"),
     (PermissionError(errno.EACCES, os.strerror(errno.EACCES), "a/b"),
      "error: a/b: Permission denied; check the path and its permissions\n"),
+    (IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), "a/b"),
+     "error: a/b: is a folder where a file belongs; move it away, or name a file\n"),
     (OSError(errno.EMFILE, os.strerror(errno.EMFILE)),
      "error: the system refused something that this command needs: Too many open files\n"),
     (OSError("half \x1b[2Jwritten"), "error: the system refused something that this command needs: half ?[2Jwritten\n"),

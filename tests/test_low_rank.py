@@ -13,9 +13,9 @@ from spes_p2p.errors import UserError
 from spes_p2p.messages.samples import Interval
 from spes_p2p.model.build import State, build_model, initial_state, layout_of
 from spes_p2p.model.flops import training_flops_per_token
+from spes_p2p.model.formats import StoredFormat
 from spes_p2p.model.low_rank import LowRank, directions
 from spes_p2p.model.partitioned import MATRICES
-from spes_p2p.model.stored import StoredFormat
 from spes_p2p.rounds.merge import merge_range, merged_rows, nearest_experts
 from spes_p2p.testing.plain_model import plain_model
 from spes_p2p.training.interface import Phase

@@ -98,6 +98,22 @@ def test_who_names_the_text_is_asked_nothing(monkeypatch: pytest.MonkeyPatch, tm
     assert call("init", str(tmp_path / "c"), "--text", WORDNET, "--tokenizer", TOKENIZER).code == 0
 
 
+def test_held_out_documents_that_are_trained_on_are_counted_and_refused_if_there_are_no_others(tmp_path: Path) -> None:
+    trained, others = Path(WORDNET).read_text().splitlines(True)[:3], Path(HELD_OUT).read_text().splitlines(True)
+    some, only = tmp_path / "some.jsonl", tmp_path / "only.jsonl"
+    some.write_text("".join([*others, *trained[:2]]))
+    only.write_text("".join(trained))
+    warned = call("init", str(tmp_path / "a"), "--text", WORDNET, "--held-out", str(some), "--tokenizer", TOKENIZER)
+    assert warned.code == 0
+    assert f"warning: --held-out: 2 of {len(others) + 2} documents are training text too, one in {some}" in warned.stderr
+    refused = call("init", str(tmp_path / "b"), "--text", f"w:1={WORDNET}", "--held-out", str(only), "--tokenizer", TOKENIZER)
+    assert refused.code == 2
+    assert "error: --held-out: every document of it is training text too; name text" in refused.stderr
+    assert not (tmp_path / "b").exists()
+    clean = call("init", str(tmp_path / "c"), "--text", WORDNET, "--held-out", HELD_OUT, "--tokenizer", TOKENIZER)
+    assert (clean.code, clean.stderr) == (0, "")
+
+
 def test_the_manifests_say_where_the_token_files_will_be_published(tmp_path: Path) -> None:
     folder, there = tmp_path / "c", "https://example.org/tokens"
     ended = call("init", str(folder), "--text", WORDNET, "--held-out", HELD_OUT, "--tokenizer", TOKENIZER, "--url", there)

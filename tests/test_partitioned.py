@@ -16,8 +16,8 @@ from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 from spes_p2p.config.model import ModelConfig
 from spes_p2p.model.backends import GroupedMM
 from spes_p2p.model.build import build_model, initial_state, layout_of
+from spes_p2p.model.formats import StoredFormat
 from spes_p2p.model.partitioned import PartitionedExperts
-from spes_p2p.model.stored import StoredFormat
 from spes_p2p.testing.plain_model import plain_model
 from spes_p2p.training.trainer import checkpoint_activations
 

@@ -35,9 +35,9 @@ from spes_p2p.config.model import ModelConfig
 from spes_p2p.config.quantities import parse_bits_per_second, parse_bytes
 from spes_p2p.errors import UserError
 from spes_p2p.model.build import build_model, empty_model, initial_state, layout_of
+from spes_p2p.model.formats import StoredFormat
 from spes_p2p.model.memory import DeviceBytes, ForwardBackwardPass, Setup, device_bytes, shared_elements, tensor_moment_bytes
 from spes_p2p.model.partitioned import PartitionedExperts
-from spes_p2p.model.stored import StoredFormat
 from spes_p2p.rounds.codecs import CODECS, group_codecs
 from spes_p2p.rounds.outer import base_size
 from spes_p2p.rounds.results import KEPT_ROUNDS

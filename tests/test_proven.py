@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from spes_p2p.client.alerts import alerts
-from spes_p2p.client.dashboard.directory import seen
+from spes_p2p.client.dashboard.listed import seen
 from spes_p2p.client.proven import corrected, learn_commits
 from spes_p2p.consensus.commit_log import CommitLog
 from spes_p2p.messages.audits import Audited

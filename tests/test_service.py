@@ -100,8 +100,8 @@ def test_with_systemd_the_unit_is_started_and_stopped(home: Path) -> None:
     assert "installed, active" in call("service", "status", "--name", "second").stdout
     assert call("service", "remove", "--name", "second").stdout.strip().endswith("second.service")
     assert (home / "calls").read_text().splitlines() == [
-        "--user daemon-reload", "--user enable --now second.service", "--user is-active second.service",
-        "--user disable --now second.service", "--user daemon-reload",
+        "--user daemon-reload", "--user enable second.service", "--user restart second.service",
+        "--user is-active second.service", "--user disable --now second.service", "--user daemon-reload",
     ]
 
 
@@ -123,10 +123,12 @@ def test_a_unit_of_the_user_s_own_stays_as_it_is(name: str, command: list[str], 
     assert not (home / "calls").exists()
 
 
-def test_installing_again_replaces_the_unit(home: Path) -> None:
+def test_installing_again_replaces_the_unit_and_the_trainer_that_runs(home: Path) -> None:
+    program(home, "systemctl", f'echo "$*" >> {home}/calls\n')
     for hours in ("22-8", "23-7"):
         assert call("service", "install", "--", EXAMPLE_ADDRESS, "--hours", hours).code == 0
     assert "--hours 23-7" in (home / "config/systemd/user/spes-p2p.service").read_text()
+    assert (home / "calls").read_text().count("restart spes-p2p.service") == 2
 
 
 @pytest.mark.parametrize(("option", "value"), [
@@ -166,7 +168,7 @@ def test_commands_name_the_file_that_was_written(name: str, unit: str, answers: 
     said += call("service", "remove", "--name", name).stdout
     assert units(home) == []
     ran = "\n".join(line for line in (home / "calls").read_text().splitlines() if not line.endswith("daemon-reload"))
-    named = re.findall(r"(?:--now|is-active|-u) (\S+)", f"{ran}\n{said}")
+    named = re.findall(r"(?:--now|enable(?! --now)|restart|is-active|-u) (\S+)", f"{ran}\n{said}")
     assert set(named) == {unit}
     assert len(named) >= 4
 

@@ -42,6 +42,8 @@ def imported_by(program: str) -> set[str]:
         ("spes_p2p.session.run", HEAVY | {"aiohttp", "fsspec"}),
         ("spes_p2p.client.report", HEAVY),
         ("spes_p2p.client.export", HEAVY),
+        ("spes_p2p.campaign.lines", HEAVY),
+        ("spes_p2p.campaign.init", HEAVY - {"pyarrow"}),
     ],
 )
 def test_importing_this_imports_nothing_heavy(module: str, unused: set[str]) -> None:
@@ -55,6 +57,13 @@ def test_a_command_is_built_without_the_others() -> None:
     assert {name for name in imported if name.startswith("spes_p2p.cli.")} == {
         "spes_p2p.cli.watching", "spes_p2p.cli.options", "spes_p2p.cli.terminal",
     }
+
+
+def test_plan_computes_the_sizes_of_a_known_family_without_torch() -> None:
+    plan = ["spes-p2p", "plan", "--config", "configs/demo.yaml", "--memory", "8GiB", "--json"]
+    imported = imported_by(f"import sys; sys.argv = {plan}; from spes_p2p.cli import main; main()")
+    assert "spes_p2p.campaign.planner" in imported
+    assert not HEAVY & imported
 
 
 def test_what_hivemind_gets_a_placeholder_for_is_used_by_nothing_that_we_import() -> None:

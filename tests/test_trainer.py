@@ -19,8 +19,8 @@ from spes_p2p.errors import UserError
 from spes_p2p.messages.samples import Interval
 from spes_p2p.model.build import build_model, initial_state, layout_of
 from spes_p2p.model.flops import training_flops_per_token
+from spes_p2p.model.formats import StoredFormat
 from spes_p2p.model.partitioned import PartitionedExperts
-from spes_p2p.model.stored import StoredFormat
 from spes_p2p.storage.tensor_file import Source
 from spes_p2p.storage.threads import ahead
 from spes_p2p.testing.plain_model import plain_model

@@ -39,10 +39,10 @@ from spes_p2p.messages.samples import Interval
 from spes_p2p.model.backends import BackendName, choose_backend
 from spes_p2p.model.build import build_model, initial_state, layout_of
 from spes_p2p.model.flops import peak_flops, training_flops_per_token
+from spes_p2p.model.formats import StoredFormat
 from spes_p2p.model.memory import DeviceKind, OptimizerKind, Setup, device_bytes
 from spes_p2p.model.partitioned import PartitionedExperts
 from spes_p2p.model.shape import shape_of
-from spes_p2p.model.stored import StoredFormat
 from spes_p2p.testing.plain_model import plain_model
 from spes_p2p.training.device import device_name
 from spes_p2p.training.interface import Phase

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from spes_p2p.config.campaign import CampaignConfig
 from spes_p2p.content.bases import KEPT_SNAPSHOTS
-from spes_p2p.model.build import layout_of
 from spes_p2p.model.layout import Group
 from spes_p2p.model.memory import Setup, shared_elements, stored_bytes
+from spes_p2p.model.sizes import sizes_of
 from spes_p2p.rounds.codecs import group_codecs
 from spes_p2p.rounds.outer import base_size
 
@@ -56,7 +56,7 @@ def host_bytes(
 ) -> HostBytes:
     """Return the main memory of a trainer with this setup. A round's arrays are in memory also where bases are."""
     arrays_in_memory |= base_in_memory
-    base = 4 * base_size(layout_of(config.model), config.outer)
+    base = 4 * base_size(sizes_of(config.model), config.outer)
     return HostBytes(
         base=BASES_IN_MEMORY * base * base_in_memory,
         update=pending_bytes(config, setup.owned) * arrays_in_memory,
@@ -68,7 +68,7 @@ def host_bytes(
 
 def pending_bytes(config: CampaignConfig, owned: int) -> int:
     """Return the bytes of the announced update, and of later work if an evaluation can set it aside."""
-    layout = layout_of(config.model)
+    layout = sizes_of(config.model)
     evaluates = config.sync.overlap and config.evaluation.every_rounds > 0 and config.data.validation_manifest is not None
     return 4 * (shared_elements(layout) + owned * layout.expert(0).size) * (2 if evaluates else 1)
 
@@ -93,4 +93,4 @@ def inputs_bytes(config: CampaignConfig) -> int:
 
 
 def _trained_by_several(config: CampaignConfig) -> list[Group]:
-    return [group for group in layout_of(config.model).groups if group.expert is None or config.experts.redundancy > 1]
+    return [group for group in sizes_of(config.model).groups if group.expert is None or config.experts.redundancy > 1]

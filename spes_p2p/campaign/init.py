@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from spes_p2p.campaign.answers import ROUNDS_AT_LEAST, SIZES, Answers, TextSource
 from spes_p2p.campaign.campaign_yaml import HELD_OUT, TOKENIZER_JSON, TOKENS_FOLDER, TRAIN, campaign_yaml, source_prefix
 from spes_p2p.campaign.files import CampaignFiles, read_campaign
+from spes_p2p.campaign.overlap import HeldOutText
 from spes_p2p.config.campaign import CampaignConfig, parse_campaign_config
 from spes_p2p.config.model import CONFIG_JSON
 from spes_p2p.data.documents import read_documents, reader_of
@@ -64,8 +65,13 @@ def make_campaign(answers: Answers, on_progress: Callable[[Progress], None] = la
         eos_token = _eos_token(answers)
         vocab_size = check_tokenizer(tokenizer, eos_token).vocab_size
         to_tokens = partial(tokenize, eos_token=eos_token, url=answers.url, on_progress=on_progress)
+        held_out = HeldOutText(answers.held_out)
         parts = [(source.texts, source_prefix(source.name)) for source in answers.sources] or [(answers.texts, TRAIN)]
-        tokens = sum(to_tokens(texts, tokenizer, folder / TOKENS_FOLDER, prefix=prefix).tokens for texts, prefix in parts)
+        tokens = sum(
+            to_tokens(texts, tokenizer, folder / TOKENS_FOLDER, prefix=prefix, on_document=held_out.look_at).tokens
+            for texts, prefix in parts
+        )
+        held_out.check()
         if answers.held_out:
             to_tokens(answers.held_out, tokenizer, folder / TOKENS_FOLDER, prefix=HELD_OUT)
         write_whole(folder / CAMPAIGN_YAML, campaign_yaml(answers, vocab_size, tokens).encode())
@@ -217,6 +223,8 @@ def _check_epochs(epochs: float) -> None:
 def _check_texts(paths: Sequence[Path]) -> None:
     for path in paths:
         reader_of(str(path))
+        if path.is_dir():
+            raise UserError(f"{path}: is a folder; name the files in it")
         if not path.is_file():
             raise UserError(f"{path}: no such file; give text as .jsonl (also .gz, .zst), .parquet or .txt")
 

@@ -11,8 +11,8 @@ from spes_p2p.campaign.lines import Pace
 from spes_p2p.campaign.planner import PeerPlan, WrittenBytes
 from spes_p2p.campaign.room import Choice, Device
 from spes_p2p.config.campaign import CampaignConfig
-from spes_p2p.model.build import layout_of
 from spes_p2p.model.memory import Setup
+from spes_p2p.model.sizes import sizes_of
 from spes_p2p.observe.json_values import to_json
 from spes_p2p.observe.units import human_bytes, human_count, human_seconds
 
@@ -130,5 +130,5 @@ def _written(written: WrittenBytes) -> str:
 def describe_size(config: CampaignConfig) -> str:
     """'olmoe, 4 layers, 8 experts, 4.5M parameters'."""
     model = config.model
-    parameters = human_count(layout_of(model).size).replace("G", "B")
+    parameters = human_count(sizes_of(model).size).replace("G", "B")
     return f"{model.architecture}, {model.num_hidden_layers} layers, {model.moe_num_experts} experts, {parameters} parameters"

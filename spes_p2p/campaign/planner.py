@@ -24,9 +24,9 @@ from spes_p2p.campaign.speed import Costs, costs_of
 from spes_p2p.config.campaign import CampaignConfig, PeerConfig
 from spes_p2p.content.bases import KEPT_SNAPSHOTS
 from spes_p2p.errors import UserError
-from spes_p2p.model.build import layout_of
 from spes_p2p.model.layout import Layout
 from spes_p2p.model.memory import shared_elements
+from spes_p2p.model.sizes import sizes_of
 from spes_p2p.rounds.audits import are_audited
 from spes_p2p.rounds.codecs import GroupCodecs, group_codecs
 from spes_p2p.rounds.outer import base_size
@@ -156,7 +156,7 @@ def plan_peer(config: CampaignConfig, target: Device, bits_per_second: float, pe
     """
     if peers is not None and not 1 <= peers <= MAX_PEERS:
         raise UserError(f"--peers {peers}: must be 1 to {MAX_PEERS}")
-    layout = layout_of(config.model)
+    layout = sizes_of(config.model)
     choice = find_room(config, target, memory_name)
     program = choice.setup.ranks * PROGRAM_BYTES
     return PeerPlan(
@@ -194,7 +194,7 @@ def disk_bytes(config: CampaignConfig, choice: Choice, arrays_in_memory: bool = 
 
 def written_bytes(config: CampaignConfig, choice: Choice, base_in_memory: bool = False) -> WrittenBytes:
     """Return what a trainer writes to its disk."""
-    layout = layout_of(config.model)
+    layout = sizes_of(config.model)
     base = 4 * base_size(layout, config.outer)
     # An update is written when it is announced, and again where it is replaced by what was sent.
     scratch = 2 * choice.device.weights + 2 * sums_bytes(config)
@@ -209,13 +209,13 @@ def written_bytes(config: CampaignConfig, choice: Choice, base_in_memory: bool =
 
 def bootstrap_disk_bytes(config: CampaignConfig, archived: int) -> DiskBytes:
     """Return the size of a bootstrap peer's run-dir with this many archived bases."""
-    kept_rounds = replayable_rounds(layout_of(config.model), group_codecs(config.sync.codec), config.outer)
+    kept_rounds = replayable_rounds(sizes_of(config.model), group_codecs(config.sync.codec), config.outer)
     return _disk_bytes(config, kept_rounds, archived)
 
 
 def _disk_bytes(config: CampaignConfig, kept_rounds: int, archived: int) -> DiskBytes:
     """Return the size of a run-dir without checkpoints."""
-    layout = layout_of(config.model)
+    layout = sizes_of(config.model)
     base, results = 4 * base_size(layout, config.outer), group_codecs(config.sync.codec).encoded_bytes(layout)
     return DiskBytes(
         base=(KEPT_SNAPSHOTS + 1) * base,
@@ -238,7 +238,7 @@ def round_traffic(config: CampaignConfig, capacity: int, peers: int, bits_per_se
     owners = assign_experts(experts, dict.fromkeys(names, capacity), (), config.experts.redundancy, config.name)
     members = tuple(Member(name, 1, tuple(int(name in expert) for expert in owners), 1.0) for name in names)
     owned = [sum(member.routed) for member in members]
-    up, down = _busiest(layout_of(config.model), members, owned.index(max(owned)), codecs)
+    up, down = _busiest(sizes_of(config.model), members, owned.index(max(owned)), codecs)
     return Traffic(peers, max(owned), sum(map(bool, owners)), up, down, bits_per_second)
 
 

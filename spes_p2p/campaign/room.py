@@ -17,8 +17,8 @@ from spes_p2p.campaign.speed import step_seconds
 from spes_p2p.config.campaign import CampaignConfig
 from spes_p2p.config.quantities import Spare
 from spes_p2p.errors import UserError
-from spes_p2p.model.build import layout_of
 from spes_p2p.model.memory import DeviceBytes, DeviceKind, Setup, device_bytes, shared_elements
+from spes_p2p.model.sizes import sizes_of
 from spes_p2p.observe.units import counted, human_bytes, human_count
 
 RESERVED_BYTES = 2**29
@@ -174,7 +174,7 @@ def _price(setup: Setup) -> float:
 
 
 def _refusal(config: CampaignConfig, device: Device, memory_name: str, asked: Asked, owned: int) -> str:
-    layout, least = layout_of(config.model), smallest(config, device, owned, asked)
+    layout, least = sizes_of(config.model), smallest(config, device, owned, asked)
     sizes, setup = least.device, least.setup
     parts = {
         f"{human_count(shared_elements(layout))} parameters with gradients and moments":

@@ -20,11 +20,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from spes_p2p.config.campaign import CampaignConfig
-from spes_p2p.model.build import layout_of
 from spes_p2p.model.flops import layers_forward_flops_per_token, training_flops_per_token
+from spes_p2p.model.formats import StoredFormat
 from spes_p2p.model.memory import Setup, shared_elements, stored_bytes
 from spes_p2p.model.shape import shape_of
-from spes_p2p.model.stored import StoredFormat
+from spes_p2p.model.sizes import sizes_of
 
 FLOPS = 4e13
 """Operations per second that a consumer card reaches in bf16: a quarter to a half of its peak."""
@@ -88,7 +88,7 @@ def step_seconds(config: CampaignConfig, setup: Setup) -> float:
     computing = setup.micro_batch * training.sequence_length * flops / FLOPS
     if setup.device == "cpu":
         return passes * computing
-    layout, layers = layout_of(model), shape_of(model).num_hidden_layers
+    layout, layers = sizes_of(model), shape_of(model).num_hidden_layers
     trained = shared_elements(layout) + setup.owned * layout.expert(0).size
     foreign, uses = layout.size - trained, 3 if setup.checkpointing else 2
     traffic = uses * (STORED_TRAFFIC[setup.stored] * foreign + TRAINED_TRAFFIC * trained) + GRADIENT_TRAFFIC * trained

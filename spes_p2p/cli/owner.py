@@ -44,6 +44,7 @@ def init(
     from spes_p2p.campaign.answers import Answers
     from spes_p2p.campaign.init import CAMPAIGN_YAML, ask, check_place, make_campaign, make_start, parse_answer, parse_texts
 
+    setup_logging("warning", False)
     asks = sys.stdin.isatty() and not text
     name = name or folder.resolve().name
     check_place(folder, name)

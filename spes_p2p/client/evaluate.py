@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from spes_p2p.client.loading import DTYPES, load_model, load_tokenizer
 from spes_p2p.client.task_names import unknown_task
 from spes_p2p.errors import UserError
 from spes_p2p.observe.json_values import to_json
@@ -18,9 +19,6 @@ from spes_p2p.storage.files import write_whole
 
 LOCAL_BUILDERS = frozenset({"arrow", "csv", "json", "pandas", "parquet", "text"})
 """Values of a task's `dataset_path` that read files of this machine."""
-
-DTYPES = {"bf16": "bfloat16", "fp32": "float32", None: "auto"}
-"""Names of `--dtype` in transformers; None is the checkpoint's own."""
 
 
 def evaluate(
@@ -70,7 +68,7 @@ def evaluate(
 def check_checkpoint(model_dir: Path) -> None:
     """Check that a Hugging Face checkpoint is complete, reading only headers and sizes.
 
-    Raises UserError naming the file that is missing or truncated.
+    Raises UserError naming the file that is missing or damaged.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -86,7 +84,7 @@ def check_checkpoint(model_dir: Path) -> None:
             with safe_open(model_dir / shard, "numpy") as weights:
                 missing = sorted(expected - set(weights.keys()))
         except (OSError, SafetensorError) as error:
-            raise UserError(f"{model_dir / shard}: missing or truncated ({error}); export the checkpoint again") from None
+            raise UserError(f"{model_dir / shard}: missing or damaged ({error}); export the checkpoint again") from None
         if missing:
             raise UserError(f"{model_dir / shard}: tensor {missing[0]} is missing, which {index.name} places there; "
                             "export the checkpoint again")
@@ -94,10 +92,12 @@ def check_checkpoint(model_dir: Path) -> None:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        content: dict[str, Any] = json.loads(path.read_bytes())
-        return content
+        content = json.loads(path.read_bytes())
     except (OSError, ValueError):
-        raise UserError(f"{path}: missing or truncated; export the checkpoint again") from None
+        content = None
+    if not isinstance(content, dict):
+        raise UserError(f"{path}: missing or damaged; export the checkpoint again")
+    return content
 
 
 def check_options(limit: int | None, device: str, batch_size: str, dtype: str | None) -> None:
@@ -231,25 +231,9 @@ def _load_tasks(manager: Any, tasks: Mapping[str, int | None]) -> list[Any]:
 
 def _load_model(model_dir: Path, device: str, batch_size: int | str, dtype: str | None) -> Any:
     from lm_eval.models.huggingface import HFLM
-    from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(model_dir)
-    return HFLM(pretrained=load_model(model_dir, device, dtype), tokenizer=tokenizer, batch_size=batch_size)
-
-
-def load_model(model_dir: Path, device: str, dtype: str | None) -> Any:
-    """Return the model of a checkpoint, to be evaluated. Raises UserError where weights are missing."""
-    from transformers import AutoModelForCausalLM
-    from transformers.utils.logging import disable_progress_bar
-
-    disable_progress_bar()
-    model, loading = AutoModelForCausalLM.from_pretrained(
-        model_dir, dtype=DTYPES[dtype], device_map=device, output_loading_info=True
-    )
-    missing = sorted(loading["missing_keys"])
-    if missing:
-        raise UserError(f"{model_dir}: no weights for {missing[0]}; config.json and weights do not belong together")
-    return model.eval()
+    model, tokenizer = load_model(model_dir, device, dtype), load_tokenizer(model_dir)
+    return HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size)
 
 
 def _summary(outcome: Any, conditions: dict[str, str]) -> dict[str, Any]:

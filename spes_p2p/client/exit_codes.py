@@ -29,6 +29,8 @@ def exit_with(command: Callable[[], int | None]) -> NoReturn:
         if error.filename is None:
             why = error.strerror or str(error) or type(error).__name__
             _fail(f"the system refused something that this command needs: {why}")
+        if error.errno == errno.EISDIR:
+            _fail(f"{error.filename}: is a folder where a file belongs; move it away, or name a file")
         _fail(f"{error.filename}: {error.strerror}; check the path and its permissions")
     except typer.Exit as done:
         sys.exit(done.exit_code)

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer, PreTrainedTokenizerBase, TextStreamer
+from transformers import PreTrainedTokenizerBase, TextStreamer
 
-from spes_p2p.client.evaluate import load_model
 from spes_p2p.client.export import Exportable
+from spes_p2p.client.loading import load_model, load_tokenizer
 from spes_p2p.errors import UserError, printable
 
 LOOK_EVERY_S = 15.0
@@ -30,9 +30,9 @@ class Continuation:
     """Continues text with the model of one checkpoint."""
 
     def __init__(self, model_dir: Path, device: str):
-        """Raises UserError where weights are missing."""
+        """Raises UserError for a checkpoint that cannot be loaded."""
         self._model = load_model(model_dir, device, None)
-        self._tokenizer = AutoTokenizer.from_pretrained(model_dir)
+        self._tokenizer = load_tokenizer(model_dir)
         self._context: int = self._model.config.max_position_embeddings
 
     def write(self, prompt: str, max_new_tokens: int, temperature: float, say: Callable[[str], None]) -> str:

@@ -92,7 +92,7 @@ def _as_committed(status: PeerStatus, commit: Commit, campaign: Campaign) -> Pee
         owned=tuple(expert for expert, peers in enumerate(owners) if status.peer_id in peers),
         electorate=commit.electorate,
         state=commit.control.state if commit.control is not None else "running",
-        control=describe(commit.control)[:LONGEST_WORD],
+        control=describe(commit.control, commit.round)[:LONGEST_WORD],
     )
 
 

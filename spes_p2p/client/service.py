@@ -84,7 +84,8 @@ def install(name: str, arguments: Sequence[str], run_dir: Path) -> list[str]:
     _read_ours(path)
     write_whole(path, unit_text(arguments, run_dir, Path.cwd()).encode())
     told = [f"wrote {path}", *_verify(path)]
-    if _systemctl("daemon-reload") and _systemctl("enable", "--now", path.name):
+    # A trainer that runs already would go on with its old arguments if the unit were only started.
+    if _systemctl("daemon-reload") and _systemctl("enable", path.name) and _systemctl("restart", path.name):
         told.append("started; it starts again at each login")
     else:
         told.append(f"to start it:              systemctl --user daemon-reload && systemctl --user enable --now {path.name}")

@@ -7,6 +7,7 @@ parent's.
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 from dataclasses import replace
@@ -15,7 +16,7 @@ from typing import Protocol
 from spes_p2p.consensus.output import CONTROL, Identity, Output, Write
 from spes_p2p.errors import Refused
 from spes_p2p.messages.codec import WireError, pack, unpack
-from spes_p2p.messages.consensus import Commit, Control
+from spes_p2p.messages.consensus import Change, Commit, Control
 from spes_p2p.messages.refusals import Code
 
 logger = logging.getLogger(__name__)
@@ -192,8 +193,11 @@ def _message(control: Control) -> bytes:
     return b"spes control\0" + pack(replace(control, signature=b""))
 
 
-def describe(control: Control | None) -> str:
-    """Describe a record, for example "paused, rolled back to round 40, from round 60 on learning_rate 0.0001"; or ""."""
+def describe(control: Control | None, round_number: int) -> str:
+    """Describe what a record orders after this round: "paused, rolled back to round 40, from round 60 on learning_rate 0.0001".
+
+    "" without orders. A change of the schedule is left out once a later one of the same field holds.
+    """
     if control is None:
         return ""
     words: list[str] = [] if control.state == "running" else [control.state]
@@ -205,9 +209,24 @@ def describe(control: Control | None) -> str:
         words.append(f"{len(control.banned)} {'peer' if len(control.banned) == 1 else 'peers'} banned")
     if control.audited:
         words.append(f"{len(control.audited)} {'peer' if len(control.audited) == 1 else 'peers'} audited")
-    for change in control.changes:
-        words.append(f"from round {change.round} on {_words(change.training)}")
-    return ", ".join(words)
+    next_change: dict[str, int] = {}  # of each field: the round of the next later change
+    in_force: list[str] = []
+    for change in reversed(control.changes):
+        fields, until = _fields(change), max(change.round, round_number + 1)
+        left = {name: value for name, value in fields.items() if next_change.get(name, until + 1) > until}
+        if left or not fields:
+            training = change.training if left == fields else json.dumps(left, separators=(",", ":"))
+            in_force.insert(0, f"from round {change.round} on {_words(training)}")
+        next_change.update(dict.fromkeys(fields, change.round))
+    return ", ".join([*words, *in_force])
+
+
+def _fields(change: Change) -> dict[str, object]:
+    """Return the fields that a change sets; none if it is invalid."""
+    try:
+        return dict(json.loads(change.training))
+    except (ValueError, TypeError, RecursionError):
+        return {}
 
 
 def _words(training: str) -> str:

@@ -101,9 +101,13 @@ def _parse_lines(lines: Iterator[bytes], name: str, field: str, raw: BinaryIO) -
         where = f"{name}, line {number}"
         try:
             record = json.loads(_decoded(line, where))
+        except RecursionError:
+            raise UserError(f"{where}: nested too deep; each line is one object like {{\"{field}\": \"...\"}}") from None
         except json.JSONDecodeError as error:
             raise UserError(f"{where}: not valid JSON ({error.msg} at column {error.colno}); each line is one object like "
                             f'{{"{field}": "..."}}') from None
+        except ValueError as error:  # Python reads no number of thousands of digits
+            raise UserError(f"{where}: cannot be read ({error}); correct the line") from None
         if not isinstance(record, dict) or field not in record:
             raise UserError(f"{where}: has no field '{field}'; {OTHER_FIELD}")
         yield _checked(record[field], where, field), raw.tell()
@@ -121,6 +125,8 @@ def _checked(text: object, where: str, field: str) -> str:
 
 
 def _decoded(content: bytes, where: str) -> str:
+    if b"\0" in content:
+        raise UserError(f"{where}: has zero bytes, so it is UTF-16 or no text; convert it to UTF-8")
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:

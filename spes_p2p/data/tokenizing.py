@@ -10,6 +10,7 @@ import glob
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -53,12 +54,13 @@ class Progress:
 def tokenize(inputs: Sequence[Path], tokenizer_json: Path, output_dir: Path, *, eos_token: str = END_OF_TEXT,
              text_field: str = "text", prefix: str = "", shard_tokens: int = DEFAULT_SHARD_TOKENS, dtype: Dtype | None = None,
              overwrite: bool = False, url: str | None = None,
-             on_progress: Callable[[Progress], None] = lambda progress: None) -> Manifest:
+             on_progress: Callable[[Progress], None] = lambda progress: None,
+             on_document: Callable[[str], None] = lambda text: None) -> Manifest:
     """Tokenize text files into `output_dir`: `{prefix}000_{shard:06d}.npy`, each with its list of piece hashes (`.npy.hashes`),
     and `{prefix}manifest.json`.
 
     A shard ends before the document that would make it longer than `shard_tokens`. `dtype` None: the narrowest that fits.
-    `url`: where the folder will be published, for the manifest.
+    `url`: where the folder will be published, for the manifest. `on_document` gets the text of each document.
     Raises UserError (bad input, no documents, existing output without `overwrite`) and leaves no partial output.
     """
     identity = check_tokenizer(tokenizer_json, eos_token)
@@ -71,7 +73,8 @@ def tokenize(inputs: Sequence[Path], tokenizer_json: Path, output_dir: Path, *, 
     old = _old_files(output_dir, prefix, overwrite)
     try:
         with ShardWriter(output_dir, prefix, shard_tokens, chosen) as writer:
-            _write_tokens(inputs, text_field, load_tokenizer(tokenizer_json), identity.eos_token_id, writer, on_progress)
+            texts = partial(_read, text_field=text_field, on_document=on_document)
+            _write_tokens(inputs, texts, load_tokenizer(tokenizer_json), identity.eos_token_id, writer, on_progress)
             for path in old:
                 path.unlink(missing_ok=True)
             writer.publish()
@@ -139,12 +142,18 @@ def _batches(documents: Documents) -> Iterator[tuple[list[str], int]]:
         yield texts, done
 
 
-def _write_tokens(inputs: Sequence[Path], text_field: str, tokenizer: Tokenizer, eos_token_id: int, writer: ShardWriter,
-                  on_progress: Callable[[Progress], None]) -> None:
+def _read(path: Path, text_field: str, on_document: Callable[[str], None]) -> Documents:
+    for text, done in read_documents(path, text_field):
+        on_document(text)
+        yield text, done
+
+
+def _write_tokens(inputs: Sequence[Path], texts: Callable[[Path], Documents], tokenizer: Tokenizer, eos_token_id: int,
+                  writer: ShardWriter, on_progress: Callable[[Progress], None]) -> None:
     sizes = [path.stat().st_size for path in inputs]
     for number, path in enumerate(inputs):
         before = sum(sizes[:number])
-        for documents, done in _encode(tokenizer, eos_token_id, read_documents(path, text_field)):
+        for documents, done in _encode(tokenizer, eos_token_id, texts(path)):
             for ids in documents:
                 writer.add(ids)
             on_progress(Progress(writer.documents, writer.tokens, before + min(done, sizes[number]), sum(sizes)))

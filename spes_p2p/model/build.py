@@ -23,16 +23,14 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from spes_p2p.config.model import ModelSection
 from spes_p2p.errors import UserError
 from spes_p2p.model.backends import BackendName, choose_backend
-from spes_p2p.model.layout import Layout, TensorSpec
+from spes_p2p.model.formats import StoredFormat, StoredPlace
+from spes_p2p.model.layout import Layout, TensorSpec, check_size
 from spes_p2p.model.low_rank import directions, low_rank_name
 from spes_p2p.model.partitioned import MATRICES, PartitionedExperts, expert_blocks
 from spes_p2p.model.prefetch import LayerPrefetcher
-from spes_p2p.model.stored import StoredFormat, StoredPlace
 
 State = npt.NDArray[np.float32]
 
-MAX_PARAMETERS = 2**42
-"""4 * 10^12: more than the largest published models."""
 ROUTERS = ("gate", "router")
 """Names that transformers gives the module beside the experts that chooses among them."""
 
@@ -79,8 +77,7 @@ def layout_of(config: ModelSection) -> Layout:
     """Return the layout of the model's flat state."""
     model = empty_model(config)
     plain = layout_of_model(model)
-    if plain.size > MAX_PARAMETERS:
-        raise UserError(f"model: {plain.size} parameters: must be at most {MAX_PARAMETERS}; reduce its sizes")
+    check_size(plain)
     top_k = getattr(model.config, "num_experts_per_tok", 1)
     if not 1 <= top_k <= plain.num_experts:
         raise UserError(f"model: num_experts_per_tok = {top_k}: must be 1 to its number of experts, {plain.num_experts}")

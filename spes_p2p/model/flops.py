@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from spes_p2p.config.model import ModelSection
-from spes_p2p.model.build import layout_of
 from spes_p2p.model.shape import shape_of
+from spes_p2p.model.sizes import sizes_of
 
 PEAK_BF16_FLOPS = {
     "H200": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "A6000": 155e12,
@@ -22,7 +22,7 @@ def training_flops_per_token(model: ModelSection, sequence_length: int, owned: S
     gradients of foreign experts. N includes top_k experts per layer, of which the fraction `owned / E` is trained, and their
     low-rank terms, which are all trained; q is the width of all query heads.
     """
-    layout, shape = layout_of(model), shape_of(model)
+    layout, shape = sizes_of(model), shape_of(model)
     shared = _shared_products(model) + shape.vocab_size * shape.hidden_size
     routed = shape.top_k * layout.expert(0).size
     attention = 6 * shape.num_hidden_layers * sequence_length * shape.query_size
@@ -35,13 +35,13 @@ def training_flops_per_token(model: ModelSection, sequence_length: int, owned: S
 def layers_forward_flops_per_token(model: ModelSection, sequence_length: int) -> float:
     """Return what activation checkpointing computes again: 2 N + 2 L S q, with N without the output head."""
     shape = shape_of(model)
-    weights = _shared_products(model) + shape.top_k * layout_of(model).expert(0).size
+    weights = _shared_products(model) + shape.top_k * sizes_of(model).expert(0).size
     return 2 * weights + 2 * shape.num_hidden_layers * sequence_length * shape.query_size
 
 
 def _shared_products(model: ModelSection) -> int:
     """Weights of the layers' matrices that every token visits, without embedding, head and low-rank terms."""
-    specs = (placed.spec for placed in layout_of(model).tensors)
+    specs = (placed.spec for placed in sizes_of(model).tensors)
     return sum(s.size for s in specs if s.expert is None and s.layer is not None and len(s.shape) > 1 and not s.is_low_rank)
 
 

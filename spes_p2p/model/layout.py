@@ -14,7 +14,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
+from spes_p2p.errors import UserError
+
 Kind = Literal["shared", "router", "expert"]
+MAX_PARAMETERS = 2**42
+"""4 * 10^12: more than the largest published models."""
 
 
 @dataclass(frozen=True)
@@ -148,3 +152,9 @@ class Layout:
         """Hex sha256 of names, shapes and positions: peers with different layouts must not exchange parts."""
         text = "\n".join(f"{t.spec.name} {t.spec.shape} {t.spec.kind} {t.start}" for t in self.tensors)
         return hashlib.sha256(text.encode()).hexdigest()
+
+
+def check_size(layout: Layout) -> None:
+    """Raise UserError if the model is too large."""
+    if layout.size > MAX_PARAMETERS:
+        raise UserError(f"model: {layout.size} parameters: must be at most {MAX_PARAMETERS}; reduce its sizes")

@@ -30,11 +30,10 @@ from functools import lru_cache
 from typing import Literal
 
 from spes_p2p.config.model import ModelSection
-from spes_p2p.model.build import layout_of
+from spes_p2p.model.formats import SLOTS, StoredFormat, StoredPlace
 from spes_p2p.model.layout import Layout, TensorSpec
-from spes_p2p.model.prefetch import SLOTS
 from spes_p2p.model.shape import shape_of
-from spes_p2p.model.stored import StoredFormat, StoredPlace
+from spes_p2p.model.sizes import sizes_of
 
 DeviceKind = Literal["cuda", "cpu"]
 OptimizerKind = Literal["adamw", "adamw8bit"]
@@ -103,7 +102,7 @@ class DeviceBytes:
 
 def device_bytes(model: ModelSection, sequence_length: int, setup: Setup) -> DeviceBytes:
     """Return the device memory of training with this setup, which does not depend on which experts are owned."""
-    layout = layout_of(model)
+    layout = sizes_of(model)
     shared, expert = shared_elements(layout), layout.expert(0).size
     trained = shared + setup.owned * expert
     activations, working = ForwardBackwardPass(model, sequence_length, setup).highest()
@@ -152,7 +151,7 @@ def tensor_moment_bytes(elements: int, optimizer: OptimizerKind) -> int:
 
 def stored_bytes(model: ModelSection, setup: Setup) -> int:
     """Return the bytes of all foreign experts, on the device or in host memory."""
-    return (layout_of(model).num_experts - setup.owned) * stored_expert_bytes(layout_of(model), setup.stored)
+    return (sizes_of(model).num_experts - setup.owned) * stored_expert_bytes(sizes_of(model), setup.stored)
 
 
 @lru_cache(maxsize=16)
@@ -175,7 +174,7 @@ class ForwardBackwardPass:
         self._shape, self._setup = shape_of(model), setup
         self._tokens, self._sequence_length = setup.micro_batch * sequence_length, sequence_length
         self._width = 2 if setup.bf16 else 4
-        self._cast_copies = 2 * _multiplied_elements(layout_of(model)) // self._shape.num_hidden_layers if setup.bf16 else 0
+        self._cast_copies = 2 * _multiplied_elements(sizes_of(model)) // self._shape.num_hidden_layers if setup.bf16 else 0
 
     def saved(self) -> int:
         """Bytes saved at the end of the forward pass."""

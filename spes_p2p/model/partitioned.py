@@ -16,10 +16,11 @@ from torch import Tensor, nn
 
 from spes_p2p.errors import UserError
 from spes_p2p.model.backends import Backend, choose_backend
+from spes_p2p.model.formats import StoredFormat, StoredPlace
 from spes_p2p.model.gating import gate_of, join_weighted
 from spes_p2p.model.low_rank import LowRank
 from spes_p2p.model.prefetch import BACKWARD, FORWARD, LayerPrefetcher
-from spes_p2p.model.stored import Matrices, StoredFormat, StoredMatrices, StoredPlace
+from spes_p2p.model.stored import Matrices, StoredMatrices
 
 MATRICES = ("gate_up_proj", "down_proj")
 """Names of an expert's matrices: `[2F, H]` and `[H, F]`."""

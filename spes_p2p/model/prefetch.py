@@ -13,10 +13,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from spes_p2p.model.formats import SLOTS
 from spes_p2p.model.stored import Matrices
 
 FORWARD, BACKWARD = 1, -1
-SLOTS = 2
 
 Layer = Mapping[str, Matrices]
 """One layer's stored matrices by name."""

@@ -1,14 +1,14 @@
-"""Sizes of a model that formulas of memory and FLOPs need, of any family: from the layout, and from transformers' configuration
-what no tensor shows."""
+"""Sizes of a model that formulas of memory and FLOPs need, of any family: from the layout, and from the model section or
+transformers' configuration what no tensor shows."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
 
-from spes_p2p.config.model import ModelSection
-from spes_p2p.model.build import layout_of, transformers_config
+from spes_p2p.config.model import ModelConfig, ModelSection
 from spes_p2p.model.layout import Layout
+from spes_p2p.model.sizes import sizes_of
 
 ATTENTION = ("q_proj.weight", "k_proj.weight", "v_proj.weight", "o_proj.weight")
 
@@ -41,7 +41,8 @@ class ModelShape:
 @lru_cache(maxsize=8)
 def shape_of(model: ModelSection) -> ModelShape:
     """Return the shape of a campaign's model."""
-    layout, config = layout_of(model), transformers_config(model)
+    layout = sizes_of(model)
+    top_k, num_heads, is_tied = _from_config(model)
     hidden_size, intermediate_size = layout.expert_shape
     names = {placed.spec.name for placed in layout.tensors}
     query_size = _rows(layout, "q_proj.weight") or hidden_size
@@ -51,15 +52,25 @@ def shape_of(model: ModelSection) -> ModelShape:
         vocab_size=model.vocab_size,
         num_hidden_layers=model.num_hidden_layers,
         num_experts=layout.num_experts,
-        top_k=config.num_experts_per_tok,
+        top_k=top_k,
         low_rank=model.moe_low_rank,
-        num_heads=config.num_attention_heads,
+        num_heads=num_heads,
         query_size=query_size,
         key_size=_rows(layout, "k_proj.weight") or query_size,
         has_query_norm=any(name.endswith(".q_norm.weight") for name in names),
         other_size=_other_size(layout),
-        is_tied=bool(config.tie_word_embeddings),
+        is_tied=is_tied,
     )
+
+
+def _from_config(model: ModelSection) -> tuple[int, int, bool]:
+    """Return experts per token, attention heads, and whether the embedding is the output head."""
+    if isinstance(model, ModelConfig):
+        return model.moe_top_k, model.num_attention_heads, model.tie_word_embeddings
+    from spes_p2p.model.build import transformers_config
+
+    config = transformers_config(model)
+    return config.num_experts_per_tok, config.num_attention_heads, bool(config.tie_word_embeddings)
 
 
 def _rows(layout: Layout, ending: str) -> int:

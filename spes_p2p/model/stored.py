@@ -7,16 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import get_args
 
 import torch
 from torch import Tensor, nn
 
 from spes_p2p.errors import UserError
-
-StoredFormat = Literal["fp32", "bf16", "int8"]
-StoredPlace = Literal["device", "host"]
-"""Where foreign experts are stored: on the device, or in host memory and prefetched layer by layer."""
+from spes_p2p.model.formats import StoredFormat, StoredPlace
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8}
 

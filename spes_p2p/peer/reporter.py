@@ -116,7 +116,7 @@ class EventReporter:
                 learning_rate=learning_rate(commit.step, training),
                 contributions=contributions(commit, applied.results, training.batch_size * training.sequence_length),
                 total_rounds=self._total_rounds(commit),
-                control=describe(commit.control),
+                control=describe(commit.control, commit.round),
                 upload=self._node.endpoint.upload.reliable_bytes_per_s,
                 median_upload=median_upload(plan, self._node.peer_id),
                 names=self._new_names(plan),
@@ -144,7 +144,7 @@ class EventReporter:
         control = commit.control
         if control is not None and control.number != self._control:
             self._control = control.number
-            self._observer(Controlled(commit.round, control.number, control.state, describe(control)))
+            self._observer(Controlled(commit.round, control.number, control.state, describe(control, commit.round)))
 
     def _new_names(self, plan: Plan) -> tuple[tuple[str, str, str], ...]:
         """Return members that call themselves otherwise than was reported here before: id, name, team."""

@@ -47,7 +47,7 @@ def certified(record: RoundRecord, log: CommitLog, config: CampaignConfig) -> Ro
     training, _ = last_round(commit, config)
     return replace(
         record,
-        control=describe(commit.control)[:LONGEST_WORD],
+        control=describe(commit.control, commit.round)[:LONGEST_WORD],
         learning_rate=learning_rate(commit.step, training),
         members=min(record.members, len(commit.members)),
         names=tuple(named for named in record.names if named.peer in commit.members),

@@ -9,8 +9,8 @@ import torch
 from spes_p2p.config.model import ModelSection
 from spes_p2p.model.backends import BackendName, choose_backend
 from spes_p2p.model.build import layout_of
+from spes_p2p.model.formats import StoredFormat, StoredPlace
 from spes_p2p.model.memory import OptimizerKind
-from spes_p2p.model.stored import StoredFormat, StoredPlace
 from spes_p2p.training.adamw import check_optimizer
 
 

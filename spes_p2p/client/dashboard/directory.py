@@ -8,56 +8,21 @@ import math
 import re
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from aiohttp import web
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 
 from spes_p2p.client.connection import connect
+from spes_p2p.client.dashboard.listed import Listed, seen
+from spes_p2p.client.dashboard.listed_metrics import ListedCollector
 from spes_p2p.client.dashboard.poll import LOST_AFTER, address_to_join
 from spes_p2p.client.dashboard.server import NO_STORE, content_policy, listening
 from spes_p2p.errors import UserError, printable
-from spes_p2p.messages.presence import PeerStatus
 from spes_p2p.net.tasks import beside
 from spes_p2p.observe.json_values import to_json
-from spes_p2p.observe.swarm_status import gather
 from spes_p2p.observe.units import counted, human_count, human_loss, human_rate, time_left
 
 LOOK_EVERY_S = 15.0
-
-
-@dataclass(frozen=True)
-class Seen:
-    """What the peers of a campaign say of it."""
-
-    campaign: str
-    campaign_hash: str
-    state: str
-    """running, paused, stopped; done."""
-    round: int
-    total_rounds: int
-    trainers: int
-    helpers: int
-    total_tokens: int
-    tokens_per_second: float
-    validation_loss: float
-    validation_round: int
-    seconds_left: float
-    command: str
-    """To take part, or to take the model once the campaign is done."""
-
-
-@dataclass
-class Listed:
-    """One entry of the directory."""
-
-    addresses: Sequence[str]
-    answers: bool = False
-    updated: float = 0.0
-    """Unix time of the last answer; 0 before the first."""
-    problem: str = ""
-    """Why the last try failed."""
-    seen: Seen | None = None
-    """What the last answer said."""
 
 
 async def run_directory(campaigns: Sequence[Sequence[str]], host: str, port: int, on_url: Callable[[str], None]) -> None:
@@ -72,8 +37,10 @@ async def run_directory(campaigns: Sequence[Sequence[str]], host: str, port: int
 
 
 def directory_app(listed: Sequence[Listed]) -> web.Application:
-    """Return the application with / and /directory.json."""
+    """Return the application with /, /directory.json and /metrics."""
     headers = {"Content-Security-Policy": content_policy(_PAGE), "X-Content-Type-Options": "nosniff", **NO_STORE}
+    registry = CollectorRegistry()
+    registry.register(ListedCollector(listed))
 
     async def page(request: web.Request) -> web.Response:
         return web.Response(text=directory_page(listed, time.time()), content_type="text/html", headers=headers)
@@ -81,8 +48,11 @@ def directory_app(listed: Sequence[Listed]) -> web.Application:
     async def document(request: web.Request) -> web.Response:
         return web.json_response(to_json(listed), headers=NO_STORE)
 
+    async def metrics(request: web.Request) -> web.Response:
+        return web.Response(body=generate_latest(registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
+
     app = web.Application()
-    app.add_routes([web.get("/", page), web.get("/directory.json", document)])
+    app.add_routes([web.get("/", page), web.get("/directory.json", document), web.get("/metrics", metrics)])
     return app
 
 
@@ -103,19 +73,6 @@ async def _follow(listed: Listed) -> None:
         except UserError as error:
             listed.answers, listed.problem = False, printable(str(error))
         await asyncio.sleep(LOOK_EVERY_S)
-
-
-def seen(statuses: Sequence[PeerStatus], address: str) -> Seen:
-    """Sum up the answers of one campaign's peers."""
-    swarm = gather(statuses)
-    peers = [each for each in statuses if each.base_digest] or statuses  # others are joining, or only say so
-    trainers = sum(each.role == "trainer" for each in peers)
-    take = f"spes-p2p export --from {address} --output checkpoint"
-    return Seen(
-        swarm.campaign, swarm.campaign_hash, "done" if swarm.done and swarm.state != "stopped" else swarm.state, swarm.round,
-        swarm.total_rounds, trainers, len(peers) - trainers, swarm.total_tokens, swarm.tokens_per_second,
-        swarm.validation_loss, swarm.validation_round, swarm.seconds_left, take if swarm.done else f"spes-p2p join {address}",
-    )
 
 
 def directory_page(listed: Sequence[Listed], now: float) -> str:

@@ -1,0 +1,11 @@
+"""How a peer stores foreign experts, in words and numbers: for formulas, which import no torch."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+StoredFormat = Literal["fp32", "bf16", "int8"]
+StoredPlace = Literal["device", "host"]
+"""Where foreign experts are stored: on the device, or in host memory and prefetched layer by layer."""
+SLOTS = 2
+"""Layers that are on the device at a time if they are stored in host memory (prefetch.py)."""
