@@ -8,8 +8,8 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from spes_p2p.content.bases import Snapshots, collect_offers
-from spes_p2p.content.fetcher import FIRST_ASKED, WIDENING
+from spes_p2p.content.bases import PIECE_ELEMENTS, Snapshots, collect_offers, download
+from spes_p2p.content.fetcher import FIRST_ASKED, MAX_CONCURRENT_DONORS, WIDENING, Fetcher
 from spes_p2p.content.transfer import ContentServer
 from spes_p2p.messages.codec import pack
 from spes_p2p.messages.methods import LEAVE, PING, SNAPSHOT
@@ -56,6 +56,33 @@ def test_wrong_offers_do_not_hide_a_certified_base() -> None:
     wrong = dict.fromkeys(PEERS[:FIRST_ASKED], WRONG)
     donors, _ = simulate(lambda: offered({**wrong, PEERS[-1]: BASE}, set(), state_digest(BASE)))
     assert donors == {PEERS[-1]}
+
+
+def test_the_nearest_donors_of_a_base_serve_it() -> None:
+    async def main() -> tuple[list[str], set[str]]:
+        network, asked, peers = MemoryNetwork(latency_s=0.2), set[str](), PEERS[:FIRST_ASKED]
+        near, base = set(peers[::2]), np.zeros(64 * PIECE_ELEMENTS, np.float32)
+        for name in peers:
+            board, snapshots = RpcEndpoint(network.transport(name), 5.0), Snapshots()
+            snapshots.publish("h", 3, base)
+            await snapshots.serve(board, ContentServer(board))
+            network.set_latency("me", name, 0.01 if name in near else 0.2)
+
+        def note(frame: Frame) -> Frame:
+            if frame.method == "base" and not frame.is_answer:
+                asked.add(frame.receiver)
+            return frame
+
+        network.tap = note
+        me = RpcEndpoint(network.transport("me"), 5.0)
+        offers = await collect_offers(me, peers, "h", base.size)
+        await download(Fetcher(me), offers, None, lambda done, total: None)
+        return [offer.donor for offer in offers], asked
+
+    donors, asked = simulate(main)
+    assert donors == [*PEERS[:FIRST_ASKED:2], *PEERS[1:FIRST_ASKED:2]]
+    assert asked
+    assert asked <= set(donors[:MAX_CONCURRENT_DONORS])
 
 
 @pytest.mark.parametrize("holder", [FIRST_ASKED, 5 * FIRST_ASKED, 99])
