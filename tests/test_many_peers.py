@@ -8,7 +8,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from spes_p2p.content.bases import PIECE_ELEMENTS, Snapshots, collect_offers, download
+from spes_p2p.content.bases import Snapshots, collect_offers, download
 from spes_p2p.content.fetcher import FIRST_ASKED, MAX_CONCURRENT_DONORS, WIDENING, Fetcher
 from spes_p2p.content.transfer import ContentServer
 from spes_p2p.messages.codec import pack
@@ -17,7 +17,7 @@ from spes_p2p.messages.presence import Contact
 from spes_p2p.net.contacts import registry_key
 from spes_p2p.net.rpc import RpcEndpoint
 from spes_p2p.peer.node import CONTACT_EVERY_S, CONTACTS_READ_PER_S
-from spes_p2p.rounds.digest import state_digest
+from spes_p2p.rounds.digest import PIECE_ELEMENTS, state_digest
 from spes_p2p.testing.memory_network import Frame, MemoryNetwork
 from spes_p2p.testing.simulate.swarm import VirtualSwarm, campaign, simulate
 
