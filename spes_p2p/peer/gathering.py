@@ -17,7 +17,7 @@ from spes_p2p.messages.methods import PING
 from spes_p2p.messages.rounds import Announcement, Ping, Pong
 from spes_p2p.net.rpc import Stream
 from spes_p2p.net.tasks import end_tasks
-from spes_p2p.peer.courtesy import COURTESY_SHARE, Courtesy
+from spes_p2p.peer.courtesy import LAST_SHARE, LATE_SHARE, LEAST_S, LEAST_SHARE, Courtesy, Wait
 from spes_p2p.peer.node import Node
 from spes_p2p.rounds.stragglers import patience_s, straggler_delay
 
@@ -42,8 +42,8 @@ class LateArrivals:
 
     def __init__(self) -> None:
         self.peers: set[str] = set()
-        self.courtesy = Courtesy()
-        """The coordinator's time for them, and for strangers that are later than all others."""
+        self.courtesy = Courtesy(LATE_SHARE)
+        """The time for them."""
 
     def add(self, peer: str) -> None:
         """Wait for this peer in the next round."""
@@ -65,6 +65,8 @@ class RoundContext:
     pace: Collection[str]
     """Those of these peers that make a quorum (`planned.pacemakers`)."""
     too_late: LateArrivals
+    strangers: Courtesy
+    """This coordinator's time for strangers that announce or report later than all others."""
     stalled: set[str]
     """Members that stalled as reducers in an attempt at this round: later attempts go on without them."""
 
@@ -76,6 +78,46 @@ class RoundContext:
         """Raise AttemptFailed when another coordinator has brought this round to its decision."""
         if self.node.log.last.id != self.parent.id:
             raise AttemptFailed("this round is decided already")
+
+
+class _Waits:
+    """What one attempt waits after all that set the pace are there: for strangers, and for peers that come late."""
+
+    def __init__(self, context: RoundContext):
+        self._context, self._silence_s = context, context.node.rules.config.sync.silence_s
+        self._last: Wait | None = None
+        self._late: Wait | None = None
+        self._last_came_at: float | None = None
+        self._late_came_at: float | None = None
+        """Loop times at which nobody was missing, or coming, any more."""
+        self._is_charged = False
+        """Whether others than helpers came late."""
+
+    def left_s(self, missing: Collection[str], coming: Collection[str]) -> float:
+        """Return for how long to wait for the last of the strangers that are missing, and of the peers that come late."""
+        context, helpers, now = self._context, set(self._context.parent.helpers), asyncio.get_running_loop().time()
+        self._last_came_at = None if missing else self._last_came_at or now
+        self._late_came_at = None if coming else self._late_came_at or now
+        self._is_charged |= bool(set(coming) - helpers)
+        if self._last is None or self._late is None:
+            phase_s = now - context.phase_began
+            most_s, sharers = max(self._silence_s, LAST_SHARE * phase_s), taking_turns(context.parent)
+            self._last = context.strangers.begin(most_s, max(LEAST_S, LEAST_SHARE * phase_s), sharers)
+            self._late = context.too_late.courtesy.begin(self._silence_s, sharers=sharers)
+        late_s = self._late.left_s(self._silence_s if set(coming) & helpers else None) if coming else 0.0
+        return max(late_s, self._last.left_s() if missing else 0.0)
+
+    @property
+    def are_last_seconds(self) -> bool:
+        """Whether to tell strangers to stop: nothing else makes them announce in time."""
+        return self._last is not None and self._last.left_s() <= self._silence_s
+
+    def end(self) -> None:
+        """Take what was waited off the accounts."""
+        if self._last is not None:
+            self._last.end(self._last_came_at is None, self._last_came_at)
+        if self._late is not None and self._is_charged:
+            self._late.end(self._late_came_at is None, self._late_came_at)
 
 
 class Gathering:
@@ -127,20 +169,21 @@ class Gathering:
     async def wait(self) -> None:
         """Wait until every living trainer with an assignment has announced; tell stragglers to stop, then go on without them.
 
-        Peers that came too late for the last round, and strangers that are still missing when all others are there, are waited
-        for as far as the coordinator's `Courtesy` goes; a late helper for `silence_s`. A phase without assignments, the first
-        of a campaign or a term, goes on for `join_grace_s` after its quorum. Raises AttemptFailed when the round is decided
-        elsewhere.
+        A peer that came too late for the last round is waited for: a helper for `silence_s`, others as far as `LateArrivals`
+        goes; so are, by another account, strangers that are missing when all others are there. A phase without assignments, the
+        first of a campaign or a term, goes on for `join_grace_s` after its quorum. Raises AttemptFailed when the round is
+        decided elsewhere.
         """
         pings: dict[tuple[str, bool], asyncio.Task[None]] = {}
+        waits = _Waits(self._context)
         try:
-            await self._wait(pings)
+            await self._wait(waits, pings)
         finally:
+            waits.end()
             await end_tasks(pings.values())
 
-    async def _wait(self, pings: dict[tuple[str, bool], asyncio.Task[None]]) -> None:
-        context, wait, left_s = self._context, None, math.inf
-        sync, helpers, waited_for = context.node.rules.config.sync, set(context.parent.helpers), set[str]()
+    async def _wait(self, waits: _Waits, pings: dict[tuple[str, bool], asyncio.Task[None]]) -> None:
+        context, sync = self._context, self._context.node.rules.config.sync
         while True:
             context.require_open()
             self.changed.clear()
@@ -154,22 +197,19 @@ class Gathering:
             if quorum_at is not None:
                 self._quorum_at = quorum_at if self._quorum_at is None else min(self._quorum_at, quorum_at)
             waited_s = now - self._quorum_at if self._quorum_at is not None and trainers else 0.0
-            to_stop = missing if expected and waited_s > self._patience() else set[str]()
-            if to_stop and waited_s > self._patience() + sync.silence_s:
-                return
-            if trainers and expected and not missing & self._pacing(expected).keys():
-                if wait is None:
-                    most_s = max(sync.silence_s, COURTESY_SHARE * (now - context.phase_began))
-                    wait = context.too_late.courtesy.begin(most_s, taking_turns(context.parent))
-                waited_for |= coming | missing
-                left_s = wait.left_s(sync.silence_s if coming & helpers else None)
-                if left_s <= sync.silence_s:
-                    to_stop = missing
-                if not (coming or missing) or not left_s:
-                    context.too_late.peers.difference_update(coming)
-                    if waited_for - helpers:
-                        wait.end()
+            left_s, to_stop = PING_EVERY_S, set[str]()
+            if expected and waited_s > self._patience():
+                to_stop = missing
+                if missing and waited_s > self._patience() + sync.silence_s:
                     return
+            if trainers and expected and not missing & self._pacing(expected).keys():
+                left_s = waits.left_s(missing, coming)
+                if not left_s:
+                    context.too_late.peers.difference_update(coming)
+                    return
+                to_stop = missing if waits.are_last_seconds else to_stop
+            elif self._quorum_at is not None and context.strangers.left_s(taking_turns(context.parent)) < sync.silence_s:
+                to_stop = to_stop or missing - self._pacing(expected).keys()
             if not expected and waited_s >= sync.join_grace_s and quorum_at is not None:
                 return
             if missing or coming:
