@@ -26,6 +26,8 @@ class Heartbeats:
         """The task that sends heartbeats, or the timer that begins to: most streams end before the first heartbeat."""
         self._sending = self._loop.call_later(detector.heartbeat_s, self._begin, send, on_silence)
         self._silence: asyncio.TimerHandle | None = None
+        self.may_send = True
+        """Until this end has finished."""
         self._expects_more = True
         self._heard_at = self._frame_at = self._loop.time()
         self._is_reading = True
@@ -70,8 +72,8 @@ class Heartbeats:
             self._check_silence(on_silence)
 
     async def _keep_sending(self, send: Send) -> None:
-        with contextlib.suppress(PeerUnreachable):
-            while True:
+        with contextlib.suppress(PeerUnreachable, asyncio.CancelledError):  # only `close` cancels it
+            while self.may_send:
                 await send()
                 await asyncio.sleep(self._detector.heartbeat_s)
 

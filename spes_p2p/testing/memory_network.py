@@ -422,8 +422,8 @@ class _Record:
     expires_at: float
 
 
-_Content = Message | None | Exception
-"""Content of a pipe: frames, then None (finished) or the exception that `receive` raises."""
+_Content = Message | None | str
+"""Content of a pipe: frames, then None (finished) or why it broke."""
 
 _FINISHED = None
 
@@ -488,7 +488,7 @@ class _Pipe:
         self.is_read_out = True
         if content is None:
             return None
-        raise content
+        raise PeerUnreachable(content)
 
     def end(self, content: _Content) -> None:
         if not self.is_ended:
@@ -499,7 +499,7 @@ class _Pipe:
         self.is_ended = True
         self._in_flight.clear()
         self._room.set()
-        self._dispatch(PeerUnreachable(f"{self.source} broke the channel"), asyncio.get_running_loop().time())
+        self._dispatch(f"{self.source} broke the channel", asyncio.get_running_loop().time())
 
     def leave(self) -> None:
         """Record that the reader has left, which a writer learns after the link's latency."""
