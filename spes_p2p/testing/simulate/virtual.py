@@ -72,7 +72,7 @@ START_TOGETHER, START_S = 64, 40.0
 """Start at most this many peers at once, and all others over the next seconds: peers serve outsiders at a bounded pace."""
 SHARED_RECORDS_PER_PEER = 64
 """Records that peers read alike: a contact and a signed announcement of each in every round, and the commits."""
-OBJECTS_PER_COLLECTION = 100_000
+OBJECTS_PER_COLLECTION = 1_000_000
 """Allocations between two garbage collections: each visits what all peers hold, for the little that is in cycles."""
 MEMBERS_LOGGED = 32
 """A line of the event log names at most this many members of a round."""
