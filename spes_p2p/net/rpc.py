@@ -465,6 +465,8 @@ def _ignore() -> None:
 
 async def _within(work: Coroutine[Any, Any, T], timeout_s: float | None) -> T:
     """As `asyncio.wait_for`. Work that fails in the moment in which its caller is cancelled fails silently."""
+    if timeout_s is None:
+        return await work
     task = asyncio.ensure_future(work)
     try:
         await asyncio.wait({task}, timeout=timeout_s)
