@@ -56,7 +56,7 @@ def test_streams_that_have_ended_are_freed_without_the_garbage_collector() -> No
         network.hook = lambda sender, method, index: opened.update([method] if index == 0 else [])
         swarm.start_all()
         await swarm.until_round(4)
-        return opened.total(), sum(isinstance(each, Stream) for each in gc.get_objects())
+        return opened.total(), sum(type(each) is Stream for each in gc.get_objects())
 
     gc.collect()
     gc.disable()

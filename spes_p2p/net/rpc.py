@@ -88,8 +88,7 @@ class Stream:
         """Break the stream unless a first message arrives in time. Ignorable frames of unknown kinds do not count."""
         patience = REQUEST_SILENCES if self._shares.is_known(self.remote) else OUTSIDER_SILENCES
         limit_s = patience * self._detector.ceiling_s
-        error = PeerUnreachable(f"{self.remote[-6:]} opened a stream and sent no request for {limit_s:g} s")
-        self._request_due = self._loop.call_later(limit_s, self.break_off, error)
+        self._request_due = self._loop.call_later(limit_s, self._late, "opened a stream and sent no request for", limit_s)
 
     async def send(self, *pieces: bytes | memoryview, kind: int = Kind.MESSAGE) -> None:
         """Send one message, these bytes one after the other. Raises PeerUnreachable when the stream is broken."""
@@ -186,8 +185,7 @@ class Stream:
 
     async def until_finished(self, timeout_s: float) -> None:
         """Let the other end read everything before the stream is closed. Raises PeerUnreachable, Refused."""
-        late = PeerUnreachable(f"{self.remote[-6:]} did not finish within {timeout_s:g} s")
-        timer = self._loop.call_later(timeout_s, self.break_off, late)
+        timer = self._loop.call_later(timeout_s, self._late, "did not finish within", timeout_s)
         try:
             while await self.receive_any() is not None:
                 pass
@@ -200,6 +198,9 @@ class Stream:
             self._error = error
             self._broken.set_result(None)
             self._news.set()
+
+    def _late(self, what: str, limit_s: float) -> None:
+        self.break_off(PeerUnreachable(f"{self.remote[-6:]} {what} {limit_s:g} s"))
 
     async def close(self) -> None:
         """Drop the stream. Safe to call at any time."""

@@ -112,7 +112,7 @@ class Node:
 
     def meet_members(self, plan: Plan) -> None:
         """Take the members of a new plan for participants, with their share of this peer's resources."""
-        self._planned_members = frozenset(member.peer for member in plan.members)
+        self._planned_members = plan.peers
 
     def _is_known(self, peer: str) -> bool:
         """Return whether a peer takes part in the rounds; all others are outsiders."""
@@ -213,9 +213,11 @@ class Node:
         self._seen = trainers, len(taking_part) - trainers, tuple(taking_part)
         self.world.rng.shuffle(taking_part)
         self.contacts = {peer: found[peer] for peer in taking_part}
+        last, control = self.log.last, self.controls.number
         for peer in self.others():
             contact = self.contacts[peer]
-            self.check_claim(peer, contact.round, contact.commit, contact.control)
+            if (contact.round, contact.commit) != (last.round, last.id) or contact.control > control:
+                self.check_claim(peer, contact.round, contact.commit, contact.control)
 
     def check_claim(self, peer: str, round_number: int, commit: str = "", control: int = 0) -> None:
         """Ask a peer that claims a later round, another commit for a known one, or a newer control record, for its proof.

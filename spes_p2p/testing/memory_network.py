@@ -375,8 +375,9 @@ class MemoryRegistry:
         await self._round_trip()
         now = asyncio.get_running_loop().time()
         seen = {}
+        is_plain = not self._network._groups and not self._network.registry_delay_s
         for writer, history in sorted(self._network._records.get(key, {}).items()):
-            record = self._latest(writer, history, now)
+            record = history[-1] if is_plain else self._latest(writer, history, now)
             if record is not None and record.expires_at > now:
                 seen[writer] = record.value
         return seen

@@ -85,7 +85,8 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     debug mode, and with timers that compare as tuples. Timers of the same time run in the order in which they were set.
     """
 
-    _ready: deque[asyncio.Handle]
+    _ready: deque[Any]
+    """Handles."""
     _stopping: bool
     get_debug = bool
     """Returns False. Futures, tasks and timers ask each time that they are made: a function would cost a percent of a run."""
@@ -97,7 +98,6 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         self._timers_set = self._timers_cancelled = 0
         self.stopped_units: dict[Unit | None, list[asyncio.Handle]] = {}
         """Stopped units, with the callbacks that wait until they continue."""
-        self.set_task_factory(create_task_of_unit)
 
     def time(self) -> float:
         """Return the virtual seconds since the loop was created."""
@@ -115,6 +115,14 @@ class VirtualLoop(asyncio.SelectorEventLoop):
                 return handle
         self._ready.append(handle)
         return handle
+
+    def create_task(
+        self, coro: Coroutine[Any, Any, T] | Generator[Any, None, T], *, name: object = None,
+        context: contextvars.Context | None = None,
+    ) -> asyncio.Task[T]:
+        """See AbstractEventLoop."""
+        options: dict[str, Any] = {} if context is None else {"context": context}
+        return create_task_of_unit(self, coro, **options)
 
     def call_at(
         self, when: float, callback: Callable[[Unpack[Ts]], object], *args: Unpack[Ts],
@@ -154,7 +162,12 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         for _ in range(len(ready)):
             each = ready.popleft()
             if not each._cancelled:
-                each._run()
+                try:
+                    each._context.run(each._callback, *each._args)
+                except (SystemExit, KeyboardInterrupt):
+                    raise
+                except BaseException as error:
+                    self.call_exception_handler({"message": f"{each._callback} failed", "exception": error, "handle": each})
 
     def _deadlock(self) -> DeadlockError:
         waiting = ", ".join(sorted(_where(task) for task in asyncio.all_tasks(self)))
