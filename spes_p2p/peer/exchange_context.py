@@ -75,9 +75,9 @@ class ExchangeContext:
         return [i for i in range(len(self.names)) if i != self.me]
 
     @cached_property
-    def push_turns(self) -> dict[int, tuple[int, int]]:
+    def push_turns(self) -> Mapping[int, tuple[int, int]]:
         """See `parts.push_turns`; of the plan's own table. Takes long in a large round: first used in a worker thread."""
-        return push_turns(self.results.table(0))
+        return push_turns(self.results.planned)
 
     def put(self, part: Part, revision: int, encoded: bytes | memoryview) -> None:
         """Store a result of this revision's part table, unless a later revision has moved its part."""

@@ -134,8 +134,8 @@ class Gathering:
         self._done_at: dict[str, float] = {}
         """Loop time at which each member's phase was done."""
         self._quorum_at: float | None = None
-        self._pinged: dict[str, tuple[float, float]] = {}
-        """By peer: the loop time of its last ping, and the seconds until the next one."""
+        self._pinged: dict[str, float] = {}
+        """By peer: the loop time of its last ping."""
         self._told_to_stop: set[str] = set()
         self._dead: dict[str, int] = {}
         """Peers that did not answer, with the number of times that they had said to be back: another time revives them."""
@@ -271,15 +271,16 @@ class Gathering:
     def _due_for_ping(self, peers: set[str], to_stop: set[str], are_waiting: bool, now: float) -> list[str]:
         """Return which of these peers to ping now. Those `to_stop` are told at once.
 
-        While other members wait for them, peers are pinged every PING_EVERY_S. Before that a dead peer delays nobody, so the
-        interval doubles up to `silence_s`.
+        While other members wait for them, peers are pinged every PING_EVERY_S. Before that a dead peer delays nobody, so they
+        are pinged every `silence_s`.
         """
-        longest_s = PING_EVERY_S if are_waiting else self._context.node.endpoint.silence_s
+        silence_s = self._context.node.endpoint.silence_s
+        gap_s = PING_EVERY_S if are_waiting else silence_s
         due = []
         for peer in sorted(peers):
-            at, gap_s = self._pinged.get(peer, (-math.inf, PING_EVERY_S / 2))
-            if now - at >= min(gap_s, longest_s) or peer in to_stop - self._told_to_stop:
-                self._pinged[peer] = now, min(2 * gap_s, longest_s)
+            at = self._pinged.get(peer, self._context.phase_began)
+            if now - at >= gap_s or peer in to_stop - self._told_to_stop:
+                self._pinged[peer] = now
                 due.append(peer)
         self._told_to_stop |= to_stop
         return due

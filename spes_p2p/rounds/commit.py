@@ -18,6 +18,7 @@ from spes_p2p.messages.rounds import Manifest, Staged
 from spes_p2p.rounds.gate import harmful_groups, rejected_members
 from spes_p2p.rounds.parts import Part, mask_bytes, to_mask
 from spes_p2p.rounds.planned import Plan
+from spes_p2p.rounds.remembered import remembered
 from spes_p2p.rounds.results import ABSENT, Results
 
 
@@ -132,6 +133,7 @@ def derive_commit(parent: Commit, results: Results, reports: Sequence[Signed], i
     return make_commit(parent, results.plan, results, staged)
 
 
+@remembered(4)
 def misfit(commit: Commit, plan: Plan) -> str:
     """Return the fields of a commit that contradict its plan; "" for none. Needs no reports."""
     experts = range(len(plan.members[0].routed))
