@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import math
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
