@@ -189,7 +189,8 @@ def in_the_open(kind: AttackKind | None) -> RunReport:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("kind", ["scale", "flip", "zero"])
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("kind", ["scale", "weight", "flip", "tarpit", "zero", "slander", "free-ride"])
 def test_in_an_open_campaign_one_attacker_of_six_costs_at_most_3_percent_of_the_loss(kind: AttackKind) -> None:
     clean, found = in_the_open(None), in_the_open(kind)
     assert found.violations == ()
