@@ -74,7 +74,8 @@ def share_records(count: int) -> None:
     """Keep the last `count` small records that were read, and the last large ones, for a process whose peers read the same.
 
     Records are immutable, and the same bytes of the same type always give the same record. What a large one is packed as is
-    kept, too, also of those that were made here and have an id, and equal bytes are one object.
+    kept, too, also of those that were made here and have an id, and equal bytes are one object. A record with one of them in a
+    field takes its bytes from there.
     """
     global _read, _listed, _packed, _remember, _shared
     small, large = lru_cache(count)(_read_record), lru_cache(SHARED_LARGE)(_read_record)
@@ -94,7 +95,17 @@ def share_records(count: int) -> None:
 
     def packed_or_none(record: Any) -> bytes | None:
         found = listed.get(id(record))
-        return None if found is None else found[2]
+        if found is not None or not is_dataclass(record):
+            return None if found is None else found[2]
+        fields_of = [getattr(record, name) for name in _field_names(typing.cast(Any, type(record)))]
+        if not any(id(each) in listed for each in fields_of):
+            return None
+        listing = _list(record)
+        pieces: list[bytes] = [msgpack.Packer().pack_array_header(len(listing))]
+        for plain, each in zip(listing, fields_of, strict=False):
+            known = listed.get(id(each))
+            pieces.append(msgpack.packb(plain, use_bin_type=True) if known is None else known[2])
+        return b"".join(pieces)
 
     def remember(record: Any, packed: Buffer) -> None:
         if len(packed) > SHARED_BYTES and id(record) not in listed:

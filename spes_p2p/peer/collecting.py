@@ -18,7 +18,7 @@ from spes_p2p.messages.rounds import Report, Revision, Staged, Stalled
 from spes_p2p.net.rpc import Stream
 from spes_p2p.net.unpacking import beside
 from spes_p2p.peer.courtesy import LEAST_SHARE, Wait
-from spes_p2p.peer.gathering import PING_EVERY_S, Gathering, RoundContext
+from spes_p2p.peer.gathering import LOOK_S, PING_EVERY_S, Gathering, RoundContext
 from spes_p2p.peer.transfers import COMPLAINT_SILENCES
 from spes_p2p.rounds.commit import check_staged, disagreeing, lost_reducers
 from spes_p2p.rounds.parts import exchange_limit_s, exchange_s
@@ -165,6 +165,7 @@ class StagedReports:
                 left_s = None
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(changed.wait(), min(PING_EVERY_S, left_s or PING_EVERY_S, deadline - now))
+            await asyncio.sleep(LOOK_S * len(names))
 
     def _has_half(self, members: Collection[int]) -> bool:
         return 2 * len(self.staged.keys() & set(members)) >= len(members)

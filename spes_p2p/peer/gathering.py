@@ -23,6 +23,8 @@ from spes_p2p.rounds.stragglers import patience_s, straggler_delay
 logger = logging.getLogger(__name__)
 
 PING_EVERY_S = 1.0
+LOOK_S = 1e-5
+"""Per member: time in which what changes is looked at together, since looking at all members takes nearly as long."""
 WAITING_SHARE = 0.25
 """Ping missing members often once this share of the expected ones wait for them, or a quorum."""
 MAX_LATE = 64
@@ -219,6 +221,7 @@ class Gathering:
                         pings[asked] = asyncio.create_task(self._ping(*asked))
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self.changed.wait(), min(PING_EVERY_S, left_s))
+            await asyncio.sleep(LOOK_S * len(self.announced))
 
     def arrivals(self, members: Iterable[str]) -> tuple[float, ...]:
         """Return the straggler delay of each member that sets the pace; unknown, thus empty, after a failed attempt."""

@@ -150,7 +150,10 @@ class Node:
 
         Between them, those that claim the newest commit come first, in random order.
         """
-        found = [p for p, contact in self.contacts.items() if p != self.peer_id and role in (None, contact.role)]
+        me = self.peer_id
+        return self._best_first([p for p, contact in self.contacts.items() if p != me and role in (None, contact.role)])
+
+    def _best_first(self, found: list[str]) -> list[str]:
         known, now = self.log.last.participants, asyncio.get_running_loop().time()
         doubted = {peer for peer, until in self._doubted_until.items() if until > now}
         return sorted(found, key=lambda peer: (peer not in known, peer in doubted, -self.contacts[peer].round))
@@ -214,10 +217,13 @@ class Node:
         self.world.rng.shuffle(taking_part)
         self.contacts = {peer: found[peer] for peer in taking_part}
         last, control = self.log.last, self.controls.number
-        for peer in self.others():
+        says_more = [
+            peer for peer, contact in self.contacts.items()
+            if ((contact.round, contact.commit) != (last.round, last.id) or contact.control > control) and peer != self.peer_id
+        ]
+        for peer in self._best_first(says_more):
             contact = self.contacts[peer]
-            if (contact.round, contact.commit) != (last.round, last.id) or contact.control > control:
-                self.check_claim(peer, contact.round, contact.commit, contact.control)
+            self.check_claim(peer, contact.round, contact.commit, contact.control)
 
     def check_claim(self, peer: str, round_number: int, commit: str = "", control: int = 0) -> None:
         """Ask a peer that claims a later round, another commit for a known one, or a newer control record, for its proof.

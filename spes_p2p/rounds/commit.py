@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 
 from spes_p2p.consensus.acceptor import INCARNATION_BYTES
 from spes_p2p.consensus.electorate import choose_electorate, incarnations_of
@@ -291,11 +292,12 @@ def _with_manifests(results: Results, staged: Mapping[int, Staged]) -> Results:
     return collected
 
 
-def _agrees(report: Staged, roots: Sequence[bytes], members: int) -> bool:
+def _agrees(report: Staged, roots: tuple[bytes, ...], members: int) -> bool:
     """Return whether the member's manifests agree with those of these roots."""
     return report.roots_digest == _roots_digest(roots[: members * (report.revision + 1)], report.missing)
 
 
-def _roots_digest(roots: Sequence[bytes], missing: Sequence[int]) -> bytes:
+@lru_cache(8)
+def _roots_digest(roots: tuple[bytes, ...], missing: tuple[int, ...]) -> bytes:
     left_out = set(missing)
     return hashlib.sha256(b"".join(root for place, root in enumerate(roots) if place not in left_out)).digest()

@@ -117,7 +117,16 @@ def weight(member: Member, group: Group) -> int:
     return member.tokens if group.expert is None else member.routed[group.expert]
 
 
-@lru_cache(2)
+@dataclass(frozen=True, eq=False)
+class _Members:
+    """Members of a plan: hashing them all for each look at the last tables would take as long as to make one."""
+
+    members: tuple[Member, ...]
+
+
+_by_identity = remembered(4)(_Members)
+
+
 def part_table(
     layout: Layout, members: tuple[Member, ...], codecs: GroupCodecs, part_bytes: int = PART_BYTES
 ) -> tuple[Part, ...]:
@@ -138,6 +147,12 @@ def part_table(
     If no member may reduce, there are no parts. Nor are there parts of an expert that only newcomers trained: its base keeps
     its values.
     """
+    return _part_table(layout, _by_identity(members), codecs, part_bytes)
+
+
+@lru_cache(2)
+def _part_table(layout: Layout, plan: _Members, codecs: GroupCodecs, part_bytes: int) -> tuple[Part, ...]:
+    members = plan.members
     reducers = _reducers(members)
     if not reducers:
         return ()
