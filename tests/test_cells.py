@@ -318,9 +318,9 @@ def test_a_hub_that_names_contributors_of_another_cell_is_refused() -> None:
 def _small_cells(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Give rounds of nine members cells: three of three, with three columns."""
     monkeypatch.setattr(cells, "FLAT_MEMBERS", 8)
-    tables._part_table.cache_clear()
+    tables.table_of.cache_clear()
     yield
-    tables._part_table.cache_clear()
+    tables.table_of.cache_clear()
 
 
 def hubs_seen(swarm: VirtualSwarm) -> bool:

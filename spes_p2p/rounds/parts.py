@@ -118,13 +118,13 @@ def weight(member: Member, group: Group) -> int:
 
 
 @dataclass(frozen=True, eq=False)
-class _Members:
+class PlanMembers:
     """Members of a plan: hashing them all for each look at the last tables would take as long as to make one."""
 
     members: tuple[Member, ...]
 
 
-_by_identity = remembered(4)(_Members)
+_by_identity = remembered(4)(PlanMembers)
 
 
 def part_table(
@@ -147,11 +147,12 @@ def part_table(
     If no member may reduce, there are no parts. Nor are there parts of an expert that only newcomers trained: its base keeps
     its values.
     """
-    return _part_table(layout, _by_identity(members), codecs, part_bytes)
+    return table_of(layout, _by_identity(members), codecs, part_bytes)
 
 
 @lru_cache(2)
-def _part_table(layout: Layout, plan: _Members, codecs: GroupCodecs, part_bytes: int) -> tuple[Part, ...]:
+def table_of(layout: Layout, plan: PlanMembers, codecs: GroupCodecs, part_bytes: int) -> tuple[Part, ...]:
+    """See `part_table`; the tables of the last two plans are kept."""
     members = plan.members
     reducers = _reducers(members)
     if not reducers:
