@@ -186,6 +186,8 @@ async def _join(
 ) -> None:
     async with connected(settings, addresses) as (net, dialable):
         ready = await _prepare(net, addresses, settings, on_joined, pauses)
+        if await pauses.is_due():
+            return
         if not dialable:
             logger.warning("%s", describe(dialable))
         await _live_as_trainer(net, dialable, addresses, settings, ready, extension, pauses)
