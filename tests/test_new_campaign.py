@@ -95,7 +95,11 @@ def test_a_person_is_asked_until_the_answer_can_be_used(
 def test_who_names_the_text_is_asked_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
     monkeypatch.setattr("builtins.input", lambda question: pytest.fail(f"asked: {question}"))
-    assert call("init", str(tmp_path / "c"), "--text", WORDNET, "--tokenizer", TOKENIZER).code == 0
+    friends = call("init", str(tmp_path / "c"), "--text", WORDNET, "--tokenizer", TOKENIZER)
+    assert friends.code == 0
+    assert "elector" not in friends.stdout
+    strangers = call("init", str(tmp_path / "d"), "--text", WORDNET, "--tokenizer", TOKENIZER, "--admission", "open")
+    assert "invite it as an elector (docs/admission.md)" in strangers.stdout
 
 
 def test_held_out_documents_that_are_trained_on_are_counted_and_refused_if_there_are_no_others(tmp_path: Path) -> None:
