@@ -12,6 +12,8 @@ def main() -> None:
     """Import and run the command line."""
     gc.set_threshold(COLLECT_AFTER)
     os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")  # it would read the metadata of all installed packages
+    if "JPY_PARENT_PID" in os.environ:
+        os.environ["TERM"] = "dumb"  # a notebook's cell looks like a terminal, but keeps each frame of a spinner
     python_handles = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # not ignored, as in a shell's background
     if python_handles:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during the imports ends the process without a traceback

@@ -138,7 +138,8 @@ def test_each_attack_is_compared_with_the_clean_run_of_its_seed() -> None:
     runs = [run(0, None, 2.0, 5.0), run(0, "scale", 3.0, 6.0, 1), run(1, None, 1.0, 9.0), run(1, "scale", 1.2, 9.5)]
     found = attack_figures(runs)
     assert found["attacks"]["scale"] == {
-        "lies": 14, "loss_over_clean": 1.5, "rounds_delayed_s_max": 1.0, "memory_over_clean_max": 600, "attackers_banned": 1,
+        "lies": 14, "loss_over_clean": 1.5, "rounds_delayed_s_max": 1.0, "round_s_over_clean": 1.2,
+        "memory_over_clean_max": 600, "attackers_banned": 1,
         "attackers_banned_round_max": 3, "honest_banned": 0, "attackers_convicted": 0, "honest_failed": 0,
         "invariant_violations": 0,
     }
@@ -189,7 +190,8 @@ def in_the_open(kind: AttackKind | None) -> RunReport:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("kind", ["scale", "flip", "zero"])
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("kind", ["scale", "weight", "flip", "tarpit", "zero", "slander", "free-ride"])
 def test_in_an_open_campaign_one_attacker_of_six_costs_at_most_3_percent_of_the_loss(kind: AttackKind) -> None:
     clean, found = in_the_open(None), in_the_open(kind)
     assert found.violations == ()

@@ -36,6 +36,7 @@ from spes_p2p.observe.events import ResultsChecked, RoundCommitted
 from spes_p2p.peer.kept_inputs import Input
 from spes_p2p.peer.reducer import EncodedMean, Reducer
 from spes_p2p.rounds import cells
+from spes_p2p.rounds import parts as tables
 from spes_p2p.rounds.cells import FLAT_MEMBERS, make_cells
 from spes_p2p.rounds.parts import Part, from_mask, moved_parts, part_table, pulls, to_mask, traffic, weight
 from spes_p2p.rounds.planned import Member, Plan
@@ -317,9 +318,9 @@ def test_a_hub_that_names_contributors_of_another_cell_is_refused() -> None:
 def _small_cells(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Give rounds of nine members cells: three of three, with three columns."""
     monkeypatch.setattr(cells, "FLAT_MEMBERS", 8)
-    part_table.cache_clear()
+    tables.table_of.cache_clear()
     yield
-    part_table.cache_clear()
+    tables.table_of.cache_clear()
 
 
 def hubs_seen(swarm: VirtualSwarm) -> bool:

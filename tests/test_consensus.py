@@ -563,7 +563,7 @@ def test_helpers_coordinate_what_is_too_much_for_a_home_router() -> None:
 
 FOREIGN = {"asyncio", "hivemind", "torch", "numpy", "socket"}
 PURE = {
-    "__future__", "collections", "dataclasses", "enum", "hashlib", "logging", "random", "re", "typing", "time.gmtime",
+    "__future__", "collections", "dataclasses", "enum", "hashlib", "json", "logging", "random", "re", "typing", "time.gmtime",
     "time.strftime",
 }  # fmt: skip
 """What the package may import beside records and errors: no clock, file, thread or network."""

@@ -70,6 +70,21 @@ def test_who_got_the_base_after_it_saw_the_others_says_that_it_waits(log: pytest
     assert log.messages[2:] == ["waiting for the others for 1m00s: 1 of 2 trainers"]
 
 
+def test_a_helper_that_waits_for_the_first_trainers_repeats_it_every_ten_minutes(log: pytest.LogCaptureFixture) -> None:
+    clock = Clock()
+    board = new_board(clock, "helper", "helper")
+    helper = to_all(board.update, RoundLog(board, clock).show)
+    helper(BaseRestored(-1, 0, 50, 0, "d", "disk", ((), ()), 10))
+    helper(StateEntered("waiting"))
+    for _ in range(21):
+        helper(PeersSeen(0, 1, (), ()))
+        clock.now += HEARTBEAT_S
+    assert log.messages[1:] == [
+        "waiting for the others: 0 of 1 trainer", "waiting for the others for 10m00s: 0 of 1 trainer",
+        "waiting for the others for 20m00s: 0 of 1 trainer",
+    ]
+
+
 def test_a_helper_says_each_round_in_one_line(log: pytest.LogCaptureFixture) -> None:
     clock = Clock()
     helper = console_of(clock, "helper", "helper")

@@ -242,7 +242,7 @@ HARMS: dict[str, Callable[[Path], object]] = {
     f": {NORM} has weights that are not finite; ": lambda folder: change_norm(folder, lambda norm: norm / 0),
     ": transformers cannot load it (ValueError: ": lambda folder: (folder / "config.json").write_text("{}"),
     ": transformers cannot load it (KeyError: ": lambda folder: (folder / "tokenizer.json").write_text("{}"),
-    "/config.json: missing or damaged; ": lambda folder: (folder / "config.json").write_text("[]"),
+    "/config.json: damaged; ": lambda folder: (folder / "config.json").write_text("[]"),
 }
 
 

@@ -56,6 +56,8 @@ def test_a_continuation_ends_with_the_context_and_a_prompt_that_fills_it_is_refu
         written(continuation, 2 * prompt, 5)
     with pytest.raises(UserError, match="the prompt has 0 tokens"):
         written(continuation, "", 5)
+    with pytest.raises(UserError, match="the prompt is not UTF-8"):
+        written(continuation, b"caf\xe9".decode(errors="surrogateescape"), 5)
 
 
 def test_control_characters_do_not_reach_the_terminal(checkpoint: Path) -> None:

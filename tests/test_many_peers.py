@@ -8,21 +8,26 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from spes_p2p.content.bases import Snapshots, collect_offers
-from spes_p2p.content.fetcher import FIRST_ASKED, WIDENING
+from spes_p2p.content.bases import Snapshots, collect_offers, download
+from spes_p2p.content.fetcher import FIRST_ASKED, MAX_CONCURRENT_DONORS, WIDENING, Fetcher
 from spes_p2p.content.transfer import ContentServer
 from spes_p2p.messages.codec import pack
-from spes_p2p.messages.methods import LEAVE, PING, SNAPSHOT
+from spes_p2p.messages.framing import Kind
+from spes_p2p.messages.methods import COMMITS, LEAVE, PING, SNAPSHOT
 from spes_p2p.messages.presence import Contact
 from spes_p2p.net.contacts import registry_key
 from spes_p2p.net.rpc import RpcEndpoint
-from spes_p2p.peer.node import CONTACT_EVERY_S, CONTACTS_READ_PER_S
-from spes_p2p.rounds.digest import state_digest
+from spes_p2p.peer import decisions
+from spes_p2p.peer.node import CONTACT_EVERY_S, CONTACTS_READ_PER_S, MAX_CONCURRENT_CLAIMS
+from spes_p2p.rounds.checks import checkers
+from spes_p2p.rounds.digest import PIECE_ELEMENTS, state_digest
 from spes_p2p.testing.memory_network import Frame, MemoryNetwork
 from spes_p2p.testing.simulate.swarm import VirtualSwarm, campaign, simulate
 
 BASE, WRONG = np.zeros(8, np.float32), np.ones(8, np.float32)
 PEERS = [f"{i:03d}" for i in range(100)]
+EMPTY_BYTES = 8
+"""Of an answer without commits, at most."""
 
 
 async def offered(bases: dict[str, np.ndarray], known: set[str], digest: str = "") -> tuple[set[str], set[str]]:
@@ -56,6 +61,33 @@ def test_wrong_offers_do_not_hide_a_certified_base() -> None:
     wrong = dict.fromkeys(PEERS[:FIRST_ASKED], WRONG)
     donors, _ = simulate(lambda: offered({**wrong, PEERS[-1]: BASE}, set(), state_digest(BASE)))
     assert donors == {PEERS[-1]}
+
+
+def test_the_nearest_donors_of_a_base_serve_it() -> None:
+    async def main() -> tuple[list[str], set[str]]:
+        network, asked, peers = MemoryNetwork(latency_s=0.2), set[str](), PEERS[:FIRST_ASKED]
+        near, base = set(peers[::2]), np.zeros(64 * PIECE_ELEMENTS, np.float32)
+        for name in peers:
+            board, snapshots = RpcEndpoint(network.transport(name), 5.0), Snapshots()
+            snapshots.publish("h", 3, base)
+            await snapshots.serve(board, ContentServer(board))
+            network.set_latency("me", name, 0.01 if name in near else 0.2)
+
+        def note(frame: Frame) -> Frame:
+            if frame.method == "base" and not frame.is_answer:
+                asked.add(frame.receiver)
+            return frame
+
+        network.tap = note
+        me = RpcEndpoint(network.transport("me"), 5.0)
+        offers = await collect_offers(me, peers, "h", base.size)
+        await download(Fetcher(me), offers, None, lambda done, total: None)
+        return [offer.donor for offer in offers], asked
+
+    donors, asked = simulate(main)
+    assert donors == [*PEERS[:FIRST_ASKED:2], *PEERS[1:FIRST_ASKED:2]]
+    assert asked
+    assert asked <= set(donors[:MAX_CONCURRENT_DONORS])
 
 
 @pytest.mark.parametrize("holder", [FIRST_ASKED, 5 * FIRST_ASKED, 99])
@@ -141,5 +173,53 @@ def test_a_peer_that_is_no_member_does_not_tell_all_members_that_it_is_back() ->
         assert not told["D"]
         await swarm.network.run_peer("A", swarm.peers["A"].node.departures.come_back())
         assert told["A"] >= 3
+
+    simulate(main)
+
+
+def test_a_trainer_that_leaves_tells_the_coordinators_and_its_checker_and_an_elector_all_members() -> None:
+    async def main() -> None:
+        told: dict[str, set[str]] = {}
+        swarm, names = VirtualSwarm(campaign(total_steps=20000)), "ABCDEFGHIJKL"
+        swarm.start_all(names)
+        await swarm.until_round(2)
+        last = swarm.peers["A"].node.log.last
+        elector = next(name for name in names if name in last.electorate)
+        trainer = next(name for name in names if name not in last.electorate)
+
+        def note(frame: Frame) -> Frame:
+            if frame.method == LEAVE and not frame.is_answer:
+                told.setdefault(frame.sender, set()).add(frame.receiver)
+            return frame
+
+        swarm.network.tap = note
+        for name in (elector, trainer):
+            swarm.peers[name].leave()
+        await swarm.until(lambda: all(swarm.tasks[name].done() for name in (elector, trainer)))
+        checker = checkers(last, "friends")[trainer]
+        assert told[trainer] == {*last.electorate, *last.helpers, checker}
+        assert told[elector] >= {*last.members, *last.helpers} - {elector, trainer}
+
+    simulate(main)
+
+
+def test_a_joiner_reads_the_log_from_few_peers() -> None:
+    async def main() -> None:
+        asked, swarm = Counter[str](), VirtualSwarm(campaign(total_steps=20000))
+        swarm.start_all("ABCDEFGHIJKL")
+        await swarm.until_round(3)
+
+        def note(frame: Frame) -> Frame:
+            if frame.method == COMMITS and not frame.is_answer and frame.sender == "Z":
+                asked["requests"] += frame.kind == Kind.MESSAGE
+            if frame.method == COMMITS and frame.is_answer and frame.receiver == "Z" and len(frame.body) > EMPTY_BYTES:
+                asked["logs"] += 1
+            return frame
+
+        swarm.network.tap = note
+        swarm.start("Z")
+        await swarm.until(lambda: swarm.round_of("Z") >= 3)
+        assert asked["logs"] <= 2 + MAX_CONCURRENT_CLAIMS
+        assert asked["requests"] <= decisions.MAX_ASKED + 2 + 2 * MAX_CONCURRENT_CLAIMS
 
     simulate(main)

@@ -95,7 +95,11 @@ def test_a_person_is_asked_until_the_answer_can_be_used(
 def test_who_names_the_text_is_asked_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
     monkeypatch.setattr("builtins.input", lambda question: pytest.fail(f"asked: {question}"))
-    assert call("init", str(tmp_path / "c"), "--text", WORDNET, "--tokenizer", TOKENIZER).code == 0
+    friends = call("init", str(tmp_path / "c"), "--text", WORDNET, "--tokenizer", TOKENIZER)
+    assert friends.code == 0
+    assert "elector" not in friends.stdout
+    strangers = call("init", str(tmp_path / "d"), "--text", WORDNET, "--tokenizer", TOKENIZER, "--admission", "open")
+    assert "invite it as an elector (docs/admission.md)" in strangers.stdout
 
 
 def test_held_out_documents_that_are_trained_on_are_counted_and_refused_if_there_are_no_others(tmp_path: Path) -> None:
@@ -112,6 +116,12 @@ def test_held_out_documents_that_are_trained_on_are_counted_and_refused_if_there
     assert not (tmp_path / "b").exists()
     clean = call("init", str(tmp_path / "c"), "--text", WORDNET, "--held-out", HELD_OUT, "--tokenizer", TOKENIZER)
     assert (clean.code, clean.stderr) == (0, "")
+
+
+def test_files_that_a_shell_lists_after_an_option_need_the_option_again(tmp_path: Path) -> None:
+    ended = call("init", str(tmp_path / "c"), "--text", WORDNET, HELD_OUT, "--tokenizer", TOKENIZER)
+    assert (ended.code, ended.stderr.count("\n")) == (2, 1)
+    assert f"({HELD_OUT}); give an option again for each further value; see spes-p2p --help" in ended.stderr
 
 
 def test_the_manifests_say_where_the_token_files_will_be_published(tmp_path: Path) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
+import pty
 import shlex
 import subprocess
 import sys
@@ -17,6 +19,24 @@ from spes_p2p.testing.simulate.namespaces import Namespaces, why_unavailable
 CELLS = json.loads((ROOT / "docs/notebooks/join.ipynb").read_text())["cells"]
 BLOCKED = why_unavailable(routers=True)
 LISTEN = "/ip4/0.0.0.0/tcp/31337"
+
+
+@pytest.mark.parametrize("in_notebook", [True, False])
+def test_a_cell_shows_lines_without_spinners_and_colours(in_notebook: bool, tmp_path: Path) -> None:
+    """IPython gives a command a terminal, but a cell moves no cursor: each frame of a spinner would stay."""
+    environment = {**ENVIRONMENT, "TERM": "xterm-color", **({"JPY_PARENT_PID": "1"} if in_notebook else {})}
+    if not in_notebook:
+        environment.pop("JPY_PARENT_PID", None)
+    ours, its = pty.openpty()
+    command = [sys.executable, "-m", "spes_p2p", "report", str(tmp_path)]
+    ended = subprocess.run(command, cwd=ROOT, env=environment, stdin=its, stdout=its, stderr=its, timeout=240, check=False)
+    said = os.read(ours, 2**16).decode()
+    os.close(ours)
+    os.close(its)
+    assert ended.returncode == 2
+    assert "starting" in said
+    assert "not a peer's run-dir" in said
+    assert ("\x1b" in said) is not in_notebook
 
 
 @pytest.mark.network

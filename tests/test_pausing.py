@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import fcntl
 import json
 import os
@@ -13,9 +15,11 @@ import pytest
 from network_swarm import LocalPeer, LocalPeers, call, free_port, write_variant
 
 from spes_p2p.client import own_peer
+from spes_p2p.config.campaign import make_peer_config
 from spes_p2p.errors import UserError
 from spes_p2p.observe.events import BaseRestored, RoundFailed
-from spes_p2p.session.own_state import OwnState, StateFile, read_own_state
+from spes_p2p.session.own_state import OwnState, StateFile, order_pause, read_own_state
+from spes_p2p.session.pausing import Pauses
 from spes_p2p.storage.files import write_whole
 
 START_S = 90.0
@@ -74,7 +78,7 @@ def test_a_trainer_that_is_paused_leaves_and_trains_again_after_resume(campaign:
 
         left_at = swarm.newest_round()
         resumed = call("resume", str(sleeper.run_dir))
-        assert (resumed.code, resumed.stdout.strip()) == (0, "running")
+        assert (resumed.code, resumed.stdout.strip() in ("preparing", "running")) == (0, True)
         swarm.wait(lambda: works_again(sleeper, left_at), 60, "the paused peer's work is in a round again")
         assert sleeper.events(BaseRestored)[-1].source in ("disk", "download")
         assert "no checkpoint of round" not in sleeper.log, "it kept its moments"
@@ -128,6 +132,31 @@ def test_a_trainer_that_does_not_obey_in_time_is_told(tmp_path: Path, monkeypatc
     state.close()
     assert ended.code == 1
     assert "the trainer was ordered to pause and has not done so after 0.3 s" in ended.stderr
+
+
+def test_a_trainer_that_prepares_is_told_to_pause_before_it_trains(tmp_path: Path) -> None:
+    state = StateFile(tmp_path)
+    state.write(OwnState("preparing", 0.0))
+    ended, again = call("pause", str(tmp_path)), call("resume", str(tmp_path))
+    state.close()
+    assert (ended.code, ended.stdout) == (0, "ordered; the trainer is still preparing and pauses before it trains\n")
+    assert (again.code, again.stdout) == (0, "preparing\n")
+
+
+def test_a_pause_that_was_ordered_while_the_trainer_prepared_comes_before_training(tmp_path: Path) -> None:
+    async def prepare() -> tuple[bool, bool]:
+        pauses = Pauses(make_peer_config(run_dir=tmp_path), ())
+        with contextlib.closing(pauses):
+            assert await pauses.over()
+            pauses.joined(0)
+            own = read_own_state(tmp_path)
+            assert own is not None
+            assert own.state == "preparing"
+            before = await pauses.is_due()
+            order_pause(tmp_path, True)
+            return before, await pauses.is_due() and pauses.follows
+
+    assert asyncio.run(prepare()) == (False, True)
 
 
 def test_a_trainer_that_does_not_run_starts_paused(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from spes_p2p.messages.codec import WireError, pack
 from spes_p2p.messages.consensus import Commit
 from spes_p2p.messages.methods import PROTOCOL_VERSION, ROUND
 from spes_p2p.messages.rounds import Announcement, Manifest
+from spes_p2p.net import throughput
 from spes_p2p.net.rpc import RpcEndpoint
 from spes_p2p.rounds.codecs import CODECS, GroupCodecs
 from spes_p2p.rounds.parts import to_mask
@@ -150,8 +151,9 @@ def test_the_parts_of_a_reducer_killed_in_the_exchange_are_committed_by_backups(
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("method", ["push", "pull"])
 @pytest.mark.long
-def test_an_expert_that_was_handed_on_survives_the_death_of_its_reducer(method: str) -> None:
+def test_an_expert_that_was_handed_on_survives_the_death_of_its_reducer(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A's line is thin: others serve its experts, and one of them dies as it begins to."""
+    monkeypatch.setattr(throughput, "LEAST_BYTES_PER_S", 1e6)  # so small updates measure no line
 
     async def main() -> None:
         swarm = VirtualSwarm(campaign(total_steps=80, sync={"min_peers": 4, "silence_s": 5.0}))

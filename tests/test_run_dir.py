@@ -230,6 +230,20 @@ def test_a_harmed_file_of_the_campaign_is_named_and_restored_by_the_campaign_tha
         assert read_run_dir(tmp_path) == whole
 
 
+@pytest.mark.parametrize("name", CAMPAIGN_FILES)
+def test_a_folder_in_place_of_a_file_of_the_campaign_is_not_called_damage(tmp_path: Path, name: str) -> None:
+    """Joining again could not restore the file."""
+    known = campaign().model_copy(update={f"{file}_sha256": sha256(content) for file, content in NAMED.items()})
+    files, genesis = CampaignFiles(known, **NAMED, folders=()), VirtualSwarm(known).genesis
+    keep_campaign(files, genesis, tmp_path)
+    (tmp_path / name).unlink()
+    (tmp_path / name).mkdir()
+    for use in (lambda: read_run_dir(tmp_path), lambda: keep_campaign(files, genesis, tmp_path)):
+        with pytest.raises(IsADirectoryError) as refused:
+            use()
+        assert refused.value.filename == str(tmp_path / name)
+
+
 @pytest.mark.long
 def test_a_damaged_checkpoint_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     async def main() -> None:

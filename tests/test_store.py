@@ -95,6 +95,19 @@ def test_a_draft_replaces_the_blob_when_it_is_committed(disk: Reopen) -> None:
     assert bytes(view) == b"headtail"
 
 
+def test_what_is_written_behind_a_view_is_published_with_it(disk: Reopen) -> None:
+    """A base's values are mapped before its header follows, which is longer in a large swarm."""
+    store = disk()
+    draft = store.draft("blob")
+    draft.write(0, b"values")
+    view = draft.view()
+    draft.write(6, b"header")
+    draft.write(0, b"VALUES")
+    assert (bytes(view), draft.read(4, 4)) == (b"VALUES", b"EShe")
+    draft.publish()
+    assert bytes(store.read("blob") or b"") == b"VALUESheader"
+
+
 def test_files_that_drafts_replaced_are_used_again_but_never_while_somebody_maps_them(tmp_path: Path) -> None:
     store, size = DirectoryStore(tmp_path / "store"), 2**20
 

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 
 from spes_p2p import messages
 from spes_p2p.messages import consensus, content, fields, presence, refusals, rounds, samples
-from spes_p2p.messages.codec import Extensible, WireError, _plain, pack, record_id, share_records, unpack
+from spes_p2p.messages.codec import SHARED_BYTES, Extensible, WireError, _plain, pack, record_id, share_records, unpack
+from spes_p2p.messages.consensus import Signed
 from spes_p2p.messages.samples import Interval
 
 EXAMPLES_OF_EACH_RECORD = max(5, settings().max_examples // 5)
@@ -250,3 +251,23 @@ def test_shared_records_are_read_by_type_and_bytes() -> None:
                 unpack(presence.Contact, b"\x93\x00\x01\x02")
     finally:
         share_records(0)
+
+
+def test_what_a_shared_record_is_packed_as_does_not_depend_on_what_is_kept() -> None:
+    large = Signed("peer", bytes(2 * SHARED_BYTES), b"signature")
+    for record in (large, _Holder(3, large, None), _Holder(3, large, large)):
+        plain = pack(record)
+        share_records(4)
+        try:
+            record_id(large)
+            assert pack(record) == plain
+            assert pack(large) is pack(unpack(Signed, bytes(bytearray(pack(large)))))
+        finally:
+            share_records(0)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Holder:
+    number: int
+    first: Signed
+    second: Signed | None = None

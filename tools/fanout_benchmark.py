@@ -31,7 +31,7 @@ from spes_p2p.peer.exchange import Exchange
 from spes_p2p.peer.exchange_context import ExchangeContext
 from spes_p2p.rounds import cells
 from spes_p2p.rounds.codecs import group_codecs
-from spes_p2p.rounds.parts import Part, part_table, weight
+from spes_p2p.rounds.parts import Part, part_table, table_of, weight
 from spes_p2p.rounds.planned import Member, Plan
 from spes_p2p.rounds.results import Results
 from spes_p2p.testing.in_memory_world import inline
@@ -91,7 +91,7 @@ def main() -> None:
         for case in cases:
             for reducers, flat_members in EITHER.items():
                 with patch.object(cells, "FLAT_MEMBERS", flat_members):
-                    part_table.cache_clear()
+                    table_of.cache_clear()
                     m = measure(case, peers, reducers)
                 measured.append(m)
                 print(f"{m.case:33}{m.peers:4} {m.reducers:10}{m.seconds:8.1f}{m.most_sent_bytes / 1e6:8.2f} MB"

@@ -207,8 +207,10 @@ def read_run_dir(run_dir: Path) -> tuple[CampaignFiles, Commit] | None:
         campaign = parse_campaign(path.read_bytes(), str(path))
         validation = (run_dir / VALIDATION_FILE).read_bytes() if campaign.validation_manifest_sha256 else None
         manifest, tokenizer = (run_dir / MANIFEST_FILE).read_bytes(), (run_dir / TOKENIZER_FILE).read_bytes()
-    except (OSError, ValueError) as error:
-        raise Damaged(f"{run_dir}: incomplete run-dir ({error}); {RESTORE}") from None
+    except FileNotFoundError as error:
+        raise Damaged(f"{error.filename}: missing; {RESTORE}") from None
+    except ValueError as error:
+        raise Damaged(f"{path}: damaged ({error}); {RESTORE}") from None
     for name, content, digest in (
         (TOKENIZER_FILE, tokenizer, campaign.tokenizer_sha256),
         (MANIFEST_FILE, manifest, campaign.manifest_sha256),
@@ -227,7 +229,9 @@ def read_genesis(run_dir: Path) -> Commit | None:
         return None
     try:
         return unpack(Commit, read_frame((run_dir / GENESIS_FILE).read_bytes())[0])
-    except (OSError, ValueError) as error:
+    except FileNotFoundError:
+        raise Damaged(f"{run_dir / GENESIS_FILE}: missing; copy it from another peer's run-dir") from None
+    except ValueError as error:
         raise Damaged(f"{run_dir / GENESIS_FILE}: damaged ({error}); copy it from another peer's run-dir") from None
 
 

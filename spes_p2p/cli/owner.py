@@ -72,6 +72,8 @@ def init(
 
     path = folder / CAMPAIGN_YAML
     print(f"{path}: {describe_size(made.campaign.config)}, {made.training_manifest.tokens} tokens of text")
+    if admission == "open":
+        print("let a trainer of your own vouch for the others' work: invite it as an elector (docs/admission.md)")
     print(f"spes-p2p bootstrap --config {path} --listen /ip4/0.0.0.0/tcp/31337 --announce /ip4/YOUR.PUBLIC.IP/tcp/31337")
 
 

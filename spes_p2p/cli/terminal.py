@@ -69,13 +69,15 @@ class ProgressBar:
 
 @contextlib.contextmanager
 def waiting(for_what: str) -> Iterator[Callable[[], None]]:
-    """Show a spinner on a terminal, nothing elsewhere; yields a function that removes it early."""
+    """Show a spinner on a terminal, a line on one without a cursor, nothing elsewhere; yields a function that ends it early."""
     if not sys.stderr.isatty():
         yield lambda: None
         return
     from rich.console import Console
 
     console = Console(stderr=True)
+    if console.is_dumb_terminal:
+        console.print(for_what)
     with console.status(for_what) as status:
         yield status.stop
 

@@ -35,7 +35,7 @@ from spes_p2p.config.campaign import PeerConfig
 from spes_p2p.errors import PeerUnreachable, Refused, UserError
 from spes_p2p.messages.codec import WireError
 from spes_p2p.messages.presence import DialBack
-from spes_p2p.model.build import layout_of
+from spes_p2p.model.sizes import sizes_of
 from spes_p2p.net.checkup import Skew, ask_dial_back, measure_clock, measure_down, measure_up
 from spes_p2p.net.contacts import registry_key
 from spes_p2p.net.dht import join_dht
@@ -206,7 +206,7 @@ async def _bandwidth(endpoint: RpcEndpoint, peers: Sequence[str], files: Campaig
             continue
         others = max(2, config.sync.min_peers)
         traffic = round_traffic(config, choice.setup.owned, others, up.bits_per_second)
-        base_bytes = 4 * layout_of(config.model).size
+        base_bytes = 4 * sizes_of(config.model).size
         return judge_bandwidth(up.bits_per_second, down.bits_per_second, traffic.up_bytes, traffic.down_bytes, base_bytes)
     return Check("bandwidth", "warning", f"not measured ({problem})", "try again in a moment")
 

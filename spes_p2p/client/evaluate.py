@@ -93,10 +93,12 @@ def check_checkpoint(model_dir: Path) -> None:
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_bytes())
-    except (OSError, ValueError):
+    except OSError as error:
+        raise UserError(f"{path}: missing or unreadable ({error.strerror}); export the checkpoint again") from None
+    except ValueError:
         content = None
     if not isinstance(content, dict):
-        raise UserError(f"{path}: missing or damaged; export the checkpoint again")
+        raise UserError(f"{path}: damaged; export the checkpoint again")
     return content
 
 

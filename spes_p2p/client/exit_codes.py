@@ -38,7 +38,10 @@ def exit_with(command: Callable[[], int | None]) -> NoReturn:
         sys.exit(130)
     except Exception as error:
         if type(error).__module__.split(".")[0] in ("click", "typer") and hasattr(error, "format_message"):
-            _fail(f"{error.format_message().rstrip('.')}; see spes-p2p --help")
+            problem = error.format_message().rstrip(".")
+            if "unexpected extra argument" in problem:  # of `--text *.jsonl`, the option takes the first file only
+                problem += "; give an option again for each further value"
+            _fail(f"{problem}; see spes-p2p --help")
         raise
 
 

@@ -39,8 +39,10 @@ class Continuation:
         """Pass the continuation to `say`, piece by piece, and return it; without control characters: others trained it.
 
         It ends with the end-of-text token, after `max_new_tokens`, or where the model's context is full. Temperature 0 takes
-        the likeliest token each time. Raises UserError for a prompt that leaves no room.
+        the likeliest token each time. Raises UserError for a prompt that leaves no room, or is no text.
         """
+        if any(map(_is_undecoded, prompt)):
+            raise UserError("the prompt is not UTF-8; convert it to UTF-8")
         ids = self._tokenizer(prompt, return_tensors="pt", add_special_tokens=False)["input_ids"].to(self._model.device)
         room = self._context - ids.shape[1]
         if ids.shape[1] == 0 or room < 1:
@@ -58,6 +60,11 @@ class Continuation:
                 streamer=_Pieces(self._tokenizer, take), pad_token_id=self._tokenizer.eos_token_id, **sampling,
             )
         return "".join(pieces)
+
+
+def _is_undecoded(character: str) -> bool:
+    """Return whether this stands for a byte of the command line or of standard input that is no text."""
+    return 0xD800 <= ord(character) <= 0xDFFF
 
 
 class _Pieces(TextStreamer):  # type: ignore[misc]

@@ -35,7 +35,7 @@ class OwnShare:
 
     peer_id: str
     state: str
-    """running, pausing, paused; not running."""
+    """preparing, running, pausing, paused; not running."""
     detail: str
     tokens: int
     """Trained here and in the base."""

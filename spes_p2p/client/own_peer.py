@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 from spes_p2p.errors import Broken
-from spes_p2p.session.own_state import OwnState, order_pause, read_own_state
+from spes_p2p.session.own_state import PREPARING, OwnState, order_pause, read_own_state
 
 OBEYS_WITHIN_S = 60.0
 """Bounds how long a command waits until the trainer has finished its step and has left."""
@@ -16,13 +16,15 @@ LOOK_EVERY_S = 0.2
 def give_pause_order(run_dir: Path, pauses: bool) -> OwnState | None:
     """Order the trainer with this run-dir to pause or to go on; return what it does then, None if none runs.
 
+    One that is preparing looks for an order before it trains, which may take minutes: that is not waited for.
+
     Raises UserError if it is no trainer's run-dir, and Broken if the trainer does not obey in time.
     """
     order_pause(run_dir, pauses)
     deadline = time.monotonic() + OBEYS_WITHIN_S
     while True:
         state = read_own_state(run_dir)
-        obeys = state is None or (state.state == "paused" if pauses else state.reason != "user")
+        obeys = state is None or (state.state in (PREPARING, "paused") if pauses else state.reason != "user")
         if obeys:
             return state
         if time.monotonic() > deadline:

@@ -40,7 +40,8 @@ def make_report(run_dir: Path, evaluations: Iterable[Path] = ()) -> str:
         seen = list[Event | RoundRecord]()
         records = read_rounds(run_dir, on_entry=seen.append).records
     except OSError as error:
-        raise UserError(f"{error.filename or run_dir / HISTORY_FILE}: cannot be read ({error.strerror})") from None
+        where = error.filename or run_dir / HISTORY_FILE
+        raise UserError(f"{where}: cannot be read ({error.strerror}); check the path and its permissions") from None
     if not records or records[-1].round < 1:
         raise UserError(f"{run_dir}: no round with training yet; wait for one")
     from spes_p2p.client.report_plots import plots  # takes seconds
@@ -152,7 +153,7 @@ def _evaluation(path: Path) -> str:
         weights = f"weights in {results['dtype']}, on {results['device']}"
         note = f"{results['model']}{of_round}; lm-eval {results['lm_eval']}, {weights}"
     except OSError as error:
-        raise UserError(f"--evaluation {path}: cannot be read ({error.strerror})") from None
+        raise UserError(f"--evaluation {path}: cannot be read ({error.strerror}); give a file of evaluate --output") from None
     except (ValueError, KeyError, TypeError, AttributeError):
         raise UserError(f"--evaluation {path}: not results of `spes-p2p evaluate`; give a file of its --output") from None
     return f"<p>{_text(note)}</p>" + _table(("task", "version", "shots", "examples", "result ± standard error"), rows)

@@ -8,8 +8,9 @@ the owner vouches for. The campaign's helpers of the genesis commit need no invi
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from time import gmtime, strftime
+from typing import NamedTuple
 
 from spes_p2p.consensus.control import is_banned, owner_of
 from spes_p2p.consensus.output import Identity
@@ -24,8 +25,7 @@ PROBATION_ROUNDS, PROBATION_AUDITS = 10, 1
 expert alone and reduce. They keep a burst of new identities out of the roles that could harm others unseen."""
 
 
-@dataclass(frozen=True)
-class Service:
+class Service(NamedTuple):
     """What the commit log says of a peer since it came, or since its probation began again."""
 
     rounds: int = 0
@@ -119,13 +119,13 @@ def add_service(services: dict[str, Service], commit: Commit) -> None:
         if index < len(commit.members):
             peer = commit.members[index]
             before = services.get(peer, NO_SERVICE)
-            services[peer] = replace(before, rounds=before.rounds + 1)
+            services[peer] = Service(before.rounds + 1, before.audits)
     for verdict in commit.verdicts:
         if verdict.passed:
             before = services.get(verdict.peer, NO_SERVICE)
-            services[verdict.peer] = replace(before, audits=before.audits + 1)
+            services[verdict.peer] = Service(before.rounds, before.audits + 1)
     for peer in owes_an_audit(commit).keys() & services.keys():
-        services[peer] = replace(services[peer], audits=0)
+        services[peer] = Service(services[peer].rounds)
     for peer in begins_anew(commit):
         services.pop(peer, None)
 

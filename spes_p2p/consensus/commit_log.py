@@ -91,6 +91,8 @@ class CommitLog:
         """By peer, up to where the log begins."""
         self._services, self._counted = dict[str, Service](), -1
         """The same up to a round some time ago: a branch of later rounds may be given up."""
+        self._asked: tuple[Commit, Mapping[str, Service]] | None = None
+        """What `services` returned last, for the round of this commit."""
         self.intact = 0
         """How many records of the durable file were loaded."""
         while self.intact < len(records) and self._load(records[self.intact]):
@@ -149,12 +151,24 @@ class CommitLog:
 
     def services(self, round_number: int) -> Mapping[str, Service]:
         """Return by peer its service up to this round (`admission.add_service`), which ends its probation."""
-        is_later = round_number >= self._counted
-        found, counted = (self._services, self._counted) if is_later else (self._first_services, self.begins)
-        found = found.copy()
+        found, counted = self._known_services(round_number)
+        if counted == round_number and self._asked is not None and found is self._asked[1]:
+            return found
+        found = dict(found)
         for number in range(counted + 1, round_number + 1):
             add_service(found, self.commit_at(number))
+        self._asked = self.commit_at(round_number), found
         return found
+
+    def _known_services(self, round_number: int) -> tuple[Mapping[str, Service], int]:
+        """Return services up to a round that is not later than this one, and that round."""
+        if self._asked is not None:
+            commit, services = self._asked
+            if self._counted <= commit.round <= round_number and self.has(commit.id, commit.round):
+                return services, commit.round
+        if round_number >= self._counted:
+            return self._services, self._counted
+        return self._first_services, self.begins
 
     def since(self, round_number: int, count: int | None = None) -> tuple[CertifiedCommit, ...]:
         """Return the certified commits after that round; the first `count`, or all."""

@@ -152,14 +152,14 @@ async def collect_offers(
 ) -> list[Offer]:
     """Ask donors for a commit's base, more and more of them until there are offers; return those with this digest.
 
-    Without a digest, the most common one counts; other offers are logged. `known`: peers that are asked first and outvote all
+    They are in the order of their answers: donors that are near, or have little to do, come first. Without a digest, the most
+    common one counts; other offers are logged. `known`: peers that are asked first and outvote all
     others if any of them answers, since anybody can register any number of strangers.
     """
     offers: list[Offer] = []
     is_wanted = False
     for some in widening(sorted(donors, key=lambda donor: donor not in known)):
-        infos = zip(some, await asyncio.gather(*(_ask_info(endpoint, donor, commit) for donor in some)), strict=True)
-        offers += [Offer(donor, info) for donor, info in infos if info and _is_offer(info, commit, elements)]
+        offers += [each for each in await _ask_all(endpoint, some, commit) if _is_offer(each.info, commit, elements)]
         is_wanted = any(not digest or offer.info.digest == digest for offer in offers)
         if is_wanted:
             break
@@ -171,6 +171,17 @@ async def collect_offers(
         if offer.info.digest != agreed:
             logger.warning("%s offers a base that differs from the agreed one; ignored", offer.donor[-6:])
     return [offer for offer in offers if offer.info.digest == agreed]
+
+
+async def _ask_all(endpoint: RpcEndpoint, donors: Sequence[str], commit: str) -> list[Offer]:
+    offers = list[Offer]()
+
+    async def ask(donor: str) -> None:
+        if (info := await _ask_info(endpoint, donor, commit)) is not None:
+            offers.append(Offer(donor, info))
+
+    await asyncio.gather(*map(ask, donors))
+    return offers
 
 
 async def newest_bases(endpoint: RpcEndpoint, peers: Iterable[str]) -> list[SnapshotInfo]:

@@ -52,6 +52,9 @@ class Extensible:
 
 def pack(record: Any) -> bytes:
     """Return the record's canonical bytes."""
+    known = _packed(record)
+    if known is not None:
+        return known
     packed: bytes = msgpack.packb(_plain(record), use_bin_type=True)
     return packed if _shared is None or len(packed) <= SHARED_BYTES else _shared(packed)
 
@@ -71,30 +74,47 @@ def share_records(count: int) -> None:
     """Keep the last `count` small records that were read, and the last large ones, for a process whose peers read the same.
 
     Records are immutable, and the same bytes of the same type always give the same record. What a large one is packed as is
-    kept, too, also of those that were made here and have an id, and equal bytes are one object.
+    kept, too, also of those that were made here and have an id, and equal bytes are one object. A record with one of them in a
+    field takes its bytes from there.
     """
-    global _read, _listed, _remember, _shared
+    global _read, _listed, _packed, _remember, _shared
     small, large = lru_cache(count)(_read_record), lru_cache(SHARED_LARGE)(_read_record)
-    listed: OrderedDict[int, tuple[Any, list[Any]]] = OrderedDict()
+    listed: OrderedDict[int, tuple[Any, list[Any], bytes]] = OrderedDict()
 
     def read(cls: Any, data: Buffer) -> Any:
         if len(data) <= SHARED_BYTES:
             return small(cls, bytes(data))
-        record = large(cls, bytes(data))
-        remember(record, len(data))
+        record = large(cls, same(bytes(data)))
+        if not issubclass(cls, Extensible):  # it may not be packed as it came
+            remember(record, data)
         return record
 
     def list_or_recall(record: Any) -> list[Any]:
         found = listed.get(id(record))
         return _list(record) if found is None else found[1]
 
-    def remember(record: Any, size: int) -> None:
-        if size > SHARED_BYTES and id(record) not in listed:
-            listed[id(record)] = record, _list(record)
+    def packed_or_none(record: Any) -> bytes | None:
+        found = listed.get(id(record))
+        if found is not None or not is_dataclass(record):
+            return None if found is None else found[2]
+        fields_of = [getattr(record, name) for name in _field_names(typing.cast(Any, type(record)))]
+        if not any(id(each) in listed for each in fields_of):
+            return None
+        listing = _list(record)
+        pieces: list[bytes] = [msgpack.Packer().pack_array_header(len(listing))]
+        for plain, each in zip(listing, fields_of, strict=False):
+            known = listed.get(id(each))
+            pieces.append(msgpack.packb(plain, use_bin_type=True) if known is None else known[2])
+        return b"".join(pieces)
+
+    def remember(record: Any, packed: Buffer) -> None:
+        if len(packed) > SHARED_BYTES and id(record) not in listed:
+            listed[id(record)] = record, _list(record), same(bytes(packed))
             while len(listed) > SHARED_LARGE:
                 listed.popitem(last=False)
 
-    _read, _listed, _remember, _shared = read, list_or_recall, remember, lru_cache(SHARED_LARGE)(_same)
+    same = lru_cache(SHARED_LARGE)(_same)
+    _read, _listed, _packed, _remember, _shared = read, list_or_recall, packed_or_none, remember, same
 
 
 def _read_record(cls: Any, data: Buffer) -> Any:
@@ -132,7 +152,7 @@ _read: Callable[[Any, Buffer], Any] = _read_record
 def record_id(record: Any) -> str:
     """Return the hex sha256 of the record's canonical bytes."""
     packed = pack(record)
-    _remember(record, len(packed))
+    _remember(record, packed)
     return hashlib.sha256(packed).hexdigest()
 
 
@@ -158,15 +178,20 @@ def _list(record: Any) -> list[Any]:
 _listed: Callable[[Any], list[Any]] = _list
 
 
-def _forget(record: Any, size: int) -> None:
+def _forget(record: Any, packed: Buffer) -> None:
     """Keep nothing."""
+
+
+def _unknown(record: Any) -> bytes | None:
+    return None
 
 
 def _same(packed: bytes) -> bytes:
     return packed
 
 
-_remember: Callable[[Any, int], None] = _forget
+_packed: Callable[[Any], bytes | None] = _unknown
+_remember: Callable[[Any, Buffer], None] = _forget
 _shared: Callable[[bytes], bytes] | None = None
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 from spes_p2p.errors import PeerUnreachable
@@ -26,6 +26,8 @@ class Heartbeats:
         """The task that sends heartbeats, or the timer that begins to: most streams end before the first heartbeat."""
         self._sending = self._loop.call_later(detector.heartbeat_s, self._begin, send, on_silence)
         self._silence: asyncio.TimerHandle | None = None
+        self.may_send = True
+        """Until this end has finished."""
         self._expects_more = True
         self._heard_at = self._frame_at = self._loop.time()
         self._is_reading = True
@@ -43,14 +45,15 @@ class Heartbeats:
             self._detector.saw_gap(self._remote, self._loop.time() - self._frame_at)
         self._frame_at = self._loop.time()
 
-    @contextlib.contextmanager
-    def not_reading(self) -> Iterator[None]:
-        """While this end does not read, the other end does not count as silent."""
+    def not_reading(self) -> Heartbeats:
+        """While this end does not read, the other end does not count as silent: a context manager."""
+        return self
+
+    def __enter__(self) -> None:
         self._is_reading = False
-        try:
-            yield
-        finally:
-            self._is_reading, self._heard_at = True, self._loop.time()
+
+    def __exit__(self, *error: object) -> None:
+        self._is_reading, self._heard_at = True, self._loop.time()
 
     def expect_no_more(self) -> None:
         """The other end has finished: its silence says nothing from now on."""
@@ -70,8 +73,8 @@ class Heartbeats:
             self._check_silence(on_silence)
 
     async def _keep_sending(self, send: Send) -> None:
-        with contextlib.suppress(PeerUnreachable):
-            while True:
+        with contextlib.suppress(PeerUnreachable, asyncio.CancelledError):  # only `close` cancels it
+            while self.may_send:
                 await send()
                 await asyncio.sleep(self._detector.heartbeat_s)
 

@@ -24,7 +24,7 @@ from spes_p2p.messages.refusals import Code
 from spes_p2p.net.detector import CLOCK_ERROR_S, SilenceDetector
 from spes_p2p.net.heartbeats import Heartbeats
 from spes_p2p.net.intake import Intake
-from spes_p2p.net.interfaces import Channel, Transport
+from spes_p2p.net.interfaces import Channel, Transport, admit_all
 from spes_p2p.net.limits import UNLIMITED, Line
 from spes_p2p.net.nearness import Nearness
 from spes_p2p.net.pipe import pipe
@@ -73,6 +73,8 @@ class Stream:
         self._incoming: asyncio.Queue[Message | None] = asyncio.Queue(QUEUED_FRAMES)
         self._news = asyncio.Event()
         self._broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._error: PeerUnreachable | Refused | None = None
+        """Why the stream broke. Once raised it refers to the frames that it passed, so `close` replaces it: no ring is left."""
         self._sending = asyncio.Lock()
         self._ended = False
         self._has_refused = False
@@ -86,8 +88,7 @@ class Stream:
         """Break the stream unless a first message arrives in time. Ignorable frames of unknown kinds do not count."""
         patience = REQUEST_SILENCES if self._shares.is_known(self.remote) else OUTSIDER_SILENCES
         limit_s = patience * self._detector.ceiling_s
-        error = PeerUnreachable(f"{self.remote[-6:]} opened a stream and sent no request for {limit_s:g} s")
-        self._request_due = self._loop.call_later(limit_s, self.break_off, error)
+        self._request_due = self._loop.call_later(limit_s, self._late, "opened a stream and sent no request for", limit_s)
 
     async def send(self, *pieces: bytes | memoryview, kind: int = Kind.MESSAGE) -> None:
         """Send one message, these bytes one after the other. Raises PeerUnreachable when the stream is broken."""
@@ -126,8 +127,8 @@ class Stream:
         if self._ended:
             return None
         while self._incoming.empty():
-            if self._broken.done():
-                self._broken.result()
+            if self._error is not None:
+                raise self._error
             self._news.clear()
             await self._news.wait()
         received = self._incoming.get_nowait()
@@ -168,8 +169,8 @@ class Stream:
         either: set[asyncio.Future[Any]] = {task, self._broken}
         try:
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-            if not task.done():
-                self._broken.result()
+            if not task.done() and self._error is not None:
+                raise self._error
             return await task
         finally:
             if not task.done():
@@ -178,13 +179,13 @@ class Stream:
 
     async def finish(self) -> None:
         """Announce that this end sends no more messages."""
+        self._heartbeats.may_send = False
         async with self._sending:
             await self._channel.finish()
 
     async def until_finished(self, timeout_s: float) -> None:
         """Let the other end read everything before the stream is closed. Raises PeerUnreachable, Refused."""
-        late = PeerUnreachable(f"{self.remote[-6:]} did not finish within {timeout_s:g} s")
-        timer = self._loop.call_later(timeout_s, self.break_off, late)
+        timer = self._loop.call_later(timeout_s, self._late, "did not finish within", timeout_s)
         try:
             while await self.receive_any() is not None:
                 pass
@@ -193,10 +194,13 @@ class Stream:
 
     def break_off(self, error: PeerUnreachable | Refused) -> None:
         """Raise this for local waiters; a refusal also for the other end of a stream served here."""
-        if not self._broken.done():
-            self._broken.set_exception(error)
-            self._broken.exception()
+        if self._error is None:
+            self._error = error
+            self._broken.set_result(None)
             self._news.set()
+
+    def _late(self, what: str, limit_s: float) -> None:
+        self.break_off(PeerUnreachable(f"{self.remote[-6:]} {what} {limit_s:g} s"))
 
     async def close(self) -> None:
         """Drop the stream. Safe to call at any time."""
@@ -204,7 +208,10 @@ class Stream:
         self._heartbeats.close()
         self._end_waiting_for_request()
         self._channel.abort()
-        self.break_off(PeerUnreachable("the stream is closed"))
+        self._channel.watch(_ignore, admit_all)
+        closed = PeerUnreachable("the stream is closed")
+        self.break_off(closed)
+        self._error = closed
         self._intake.close()
 
     async def _send(self, *pieces: bytes | memoryview, kind: int) -> None:
@@ -234,6 +241,8 @@ class Stream:
             self.break_off(error)
         except WireError as error:
             self.break_off(PeerUnreachable(f"{self.remote[-6:]} does not keep to the protocol: {error}"))
+        except asyncio.CancelledError:  # only this stream cancels it, and would be in a ring with the error's traceback
+            pass
 
     async def _take_turn(self, message: Message, says_nothing: bool) -> None:
         """Wait for the turn of a frame. Raises Refused where too much waits, but not for a heartbeat: it breaks no stream."""
@@ -332,6 +341,7 @@ class RpcEndpoint:
             return None
         finally:
             await end_tasks([asking])
+            del asking  # see `Stream.alive`
 
     async def serve(self, method: str, handler: StreamHandler) -> None:
         """Answer streams for `method`. What the handler raises as Refused or WireError is told to the other end."""
@@ -389,12 +399,10 @@ class RpcEndpoint:
             await self._handlers[method](stream)
             await stream.finish()
             await stream.until_finished(self.silence_s)
-        except (Refused, WireError) as error:
-            refused = error if isinstance(error, Refused) else Refused(Code.MALFORMED, str(error))
-            with contextlib.suppress(PeerUnreachable, Refused, asyncio.TimeoutError):
-                await stream.refuse(refused)
-                await stream.finish()
-                await stream.until_finished(self.silence_s)
+        except Refused as error:
+            await self._tell(stream, error)
+        except WireError as error:
+            await self._tell(stream, Refused(Code.MALFORMED, str(error)))
         except (PeerUnreachable, asyncio.TimeoutError) as error:
             logger.debug("%s from %s: %s", method, channel.remote[-6:], error)
         except UserError as error:
@@ -404,6 +412,12 @@ class RpcEndpoint:
         finally:
             await stream.close()
             self.shares.leave(place)
+
+    async def _tell(self, stream: Stream, refused: Refused) -> None:
+        with contextlib.suppress(PeerUnreachable, Refused, asyncio.TimeoutError):
+            await stream.refuse(refused)
+            await stream.finish()
+            await stream.until_finished(self.silence_s)
 
     def _stream(self, channel: Channel, method: str, is_answer: bool) -> Stream:
         remote = channel.remote
@@ -446,8 +460,14 @@ class RpcEndpoint:
         return count
 
 
+def _ignore() -> None:
+    """Take no notice of what a closed stream still hears."""
+
+
 async def _within(work: Coroutine[Any, Any, T], timeout_s: float | None) -> T:
     """As `asyncio.wait_for`. Work that fails in the moment in which its caller is cancelled fails silently."""
+    if timeout_s is None:
+        return await work
     task = asyncio.ensure_future(work)
     try:
         await asyncio.wait({task}, timeout=timeout_s)
@@ -456,3 +476,4 @@ async def _within(work: Coroutine[Any, Any, T], timeout_s: float | None) -> T:
         return task.result()
     finally:
         await end_tasks([task])
+        del task  # see `Stream.alive`

@@ -30,6 +30,8 @@ logger = logging.getLogger(__name__)
 
 HEARTBEAT_S = 60.0
 """Log progress after this long without a line in the log."""
+HELPER_EVERY_S = 600.0
+"""Interval at which a helper repeats that it waits for the first round's trainers, which may take days."""
 DOWNLOAD_EVERY_S = 10.0
 """Minimum interval between two lines about one download."""
 
@@ -168,7 +170,10 @@ class RoundLog:
         """Report a long wait, and the electors that are missing from the registry."""
         status = self._board.status
         what = self._waiting.get(status.stage)
-        if what is None or min(status.stage_seconds, self._clock() - self._spoke_at) < HEARTBEAT_S:
+        if what is None and not (self._present >= 0 and status.stage == "waiting"):
+            return None
+        every_s = HEARTBEAT_S if what else HELPER_EVERY_S
+        if min(status.stage_seconds, self._clock() - self._spoke_at) < every_s:
             return None
         missing = sorted(set(event.electorate) - set(event.living) - {status.peer_id})
         names = ", ".join(short_peer(peer) for peer in missing)

@@ -17,8 +17,8 @@ from spes_p2p.messages.refusals import Code
 from spes_p2p.messages.rounds import Report, Revision, Staged, Stalled
 from spes_p2p.net.rpc import Stream
 from spes_p2p.net.unpacking import beside
-from spes_p2p.peer.courtesy import Wait
-from spes_p2p.peer.gathering import PING_EVERY_S, Gathering, RoundContext
+from spes_p2p.peer.courtesy import LEAST_SHARE, Wait
+from spes_p2p.peer.gathering import LOOK_S, PING_EVERY_S, Gathering, RoundContext
 from spes_p2p.peer.transfers import COMPLAINT_SILENCES
 from spes_p2p.rounds.commit import check_staged, disagreeing, lost_reducers
 from spes_p2p.rounds.parts import exchange_limit_s, exchange_s
@@ -27,6 +27,8 @@ from spes_p2p.rounds.results import Results
 
 logger = logging.getLogger(__name__)
 
+HOLDERS = 2
+"""A part is in the base if so many members hold it."""
 KNOWN_PATIENCE = 2.0
 """Where most members are strangers, wait for half of the others and for this many times what the lines of those need."""
 
@@ -47,7 +49,7 @@ class StagedReports:
         self._complaints: dict[int, dict[int, float]] = {}
         """By reducer: who complains about it in this revision, and the loop time since when."""
         self._stalled = context.stalled
-        self._courtesy, self._sharers = context.too_late.courtesy, taking_turns(context.parent)
+        self._context = context
         self._wait: Wait | None = None
         """For strangers only."""
         self._known: dict[Stream, int] = {}
@@ -99,15 +101,24 @@ class StagedReports:
         try:
             await self._collect()
         finally:
-            self._end_wait()
+            self._end_wait(is_in_vain=False)
 
-    def _is_courtesy_over(self) -> bool:
-        return self._wait is not None and not self._wait.left_s()
-
-    def _end_wait(self) -> None:
+    def _end_wait(self, is_in_vain: bool) -> None:
         if self._wait is not None:
-            self._wait.end()
+            self._wait.end(is_in_vain)
             self._wait = None
+
+    def _left_for(self, waiting: Collection[int], decisive: Collection[int], half_s: float) -> float | None:
+        """Return for how long to wait for the last ones; None: not for strangers only, or too few others hold the parts.
+
+        `half_s`: see `_patience`.
+        """
+        if not waiting or not set(decisive).isdisjoint(waiting) or len(self.staged.keys() & set(decisive)) < HOLDERS:
+            return None
+        if self._wait is None:
+            round_s, sharers = asyncio.get_running_loop().time() - self._context.phase_began, taking_turns(self._context.parent)
+            self._wait = self._context.strangers.begin(self._patience(half_s), LEAST_SHARE * round_s, sharers)
+        return self._wait.left_s()
 
     async def _collect(self) -> None:
         loop = asyncio.get_running_loop()
@@ -126,29 +137,35 @@ class StagedReports:
             for reducer in stalled:
                 self._drop(reducer)
             waiting = [i for i, peer in enumerate(names) if i not in self.staged and peer in alive]
-            if self._wait is None and waiting and known.isdisjoint(waiting):
-                self._wait = self._courtesy.begin(self._patience(now - started), self._sharers)
+            decisive: Collection[int] = known | {part.reducer for part in self.results.parts}
+            if len(decisive) < HOLDERS:
+                decisive = range(len(names))
+            left_s = self._left_for(waiting, decisive, now - started)
             lost = lost_reducers(self.results, self.staged, {i for i, peer in enumerate(names) if peer in alive}, not waiting)
             lost = tuple(sorted({*lost, *stalled}))
             if lost:
                 self._revise(lost)
-                self._end_wait()
-                half_at = None
+                self._end_wait(is_in_vain=False)
+                half_at = left_s = None
                 await self._send_revisions()
             elif not waiting:
-                unclear = [i for i in disagreeing(self.results, self.staged) if names[i] in alive and i not in self._asked]
+                unclear = [
+                    i for i in disagreeing(self.results, self.staged)
+                    if names[i] in alive and i not in self._asked and i in decisive
+                ]
                 if not unclear:
                     return
                 await self._ask_in_full([names[i] for i in unclear])
-                self._end_wait()
                 half_at = now  # they get the same time once more
             elif half_at is None and (self._has_half(range(len(names))) or (now - started > known_s and self._has_half(known))):
                 half_at = now
-            elif (half_at is not None and now - half_at > self._patience(half_at - started)) or self._is_courtesy_over():
+            elif (half_at is not None and now - half_at > self._patience(half_at - started)) or left_s == 0:
+                self._end_wait(is_in_vain=True)
                 self._give_up(names[i] for i in waiting)
-            left_s = PING_EVERY_S if self._wait is None else self._wait.left_s()
+                left_s = None
             with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(changed.wait(), min(PING_EVERY_S, left_s, deadline - now))
+                await asyncio.wait_for(changed.wait(), min(PING_EVERY_S, left_s or PING_EVERY_S, deadline - now))
+            await asyncio.sleep(LOOK_S * len(names))
 
     def _has_half(self, members: Collection[int]) -> bool:
         return 2 * len(self.staged.keys() & set(members)) >= len(members)

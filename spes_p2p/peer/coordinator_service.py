@@ -19,6 +19,7 @@ from spes_p2p.net.rpc import Stream
 from spes_p2p.net.tasks import end_tasks
 from spes_p2p.net.unpacking import beside
 from spes_p2p.peer.coordinator import Coordination
+from spes_p2p.peer.courtesy import LAST_SHARE, Courtesy
 from spes_p2p.peer.gathering import PING_EVERY_S, LateArrivals, RoundContext
 from spes_p2p.peer.node import Node
 from spes_p2p.peer.patience import Patience
@@ -35,7 +36,7 @@ class CoordinatorService:
     """Opens an attempt at the next round when it is this peer's turn, and lets members into it."""
 
     def __init__(self, node: Node, replica: Replica, phases: PhaseRunner, reporter: EventReporter):
-        self.too_late = LateArrivals()
+        self.too_late, self._strangers = LateArrivals(), Courtesy(LAST_SHARE)
         self.patience = Patience(node, self._work)
         self._node, self._replica, self._phases, self._reporter = node, replica, phases, reporter
         self._attempt: Coordination | None = None
@@ -194,7 +195,7 @@ class CoordinatorService:
         node, (during, began) = self._node, self._phase_during
         phase_began = began if during == node.log.round else node.decisions.learned_at
         stalled = self._stalled_in(node.log.round + 1)
-        context = RoundContext(node, node.log.last, phase_began, *self._work(), self.too_late, stalled)
+        context = RoundContext(node, node.log.last, phase_began, *self._work(), self.too_late, self._strangers, stalled)
         self._attempt = attempt = Coordination(context, self._replica)
         self._opened.set()
         self._opened = asyncio.Event()

@@ -1,13 +1,20 @@
-"""How long rounds wait beyond need: for peers that come late, and for strangers after all others."""
+"""How long rounds wait beyond need: for peers that come late, and for strangers after all others.
+
+Anybody can be late in every round, and identities cost nothing. So what a peer waits is bounded over all rounds, by a share of
+the time. Where the time does not suffice, it is saved until it does: strangers are then complete in some rounds, instead of in
+none.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import math
 
-COURTESY_SHARE = 0.05
-"""Wait at a coordinator, and at a reducer, for at most this share of the time: anybody can be late in every round, and
-identities cost nothing."""
+LATE_SHARE, LAST_SHARE, REDUCERS_SHARE = 0.02, 0.02, 0.03
+"""A coordinator waits for late arrivals, and for strangers' announcements and reports; a reducer for strangers' updates."""
+LEAST_SHARE, LEAST_S = 0.01, 0.5
+"""At least this share of a round is waited for strangers' announcements, for their updates and for their reports: no two peers
+end in the same moment. For announcements, and at least so many seconds: a peer that is told to stop ends its step first."""
 EARLY_S = 1e-3
 """A wait is over this much early: event loops round timers."""
 
@@ -15,19 +22,30 @@ EARLY_S = 1e-3
 class Courtesy:
     """Time to wait for peers that need not be waited for. It fills with a share of the time, and rounds spend it."""
 
-    def __init__(self) -> None:
-        self._left_s, self._filled_at = math.inf, -math.inf
+    def __init__(self, share: float):
+        self._share, self._left_s, self._filled_at = share, math.inf, -math.inf
+        self._saves = False
+        """Whether the last wait was in vain."""
 
-    def begin(self, most_s: float, sharers: int = 1) -> Wait:
-        """Begin to wait. `most_s`: the most that is waited, and saved. `sharers`: peers in turn, each with an account."""
-        now = _now()
-        self._left_s = min(most_s, self._left_s + COURTESY_SHARE / sharers * (now - self._filled_at))
+    def begin(self, most_s: float, least_s: float = 0.0, sharers: int = 1) -> Wait:
+        """Begin to wait, at most `most_s`, which is also the most that is saved, and at least `least_s`.
+
+        `sharers`: peers that take turns, each with an account.
+        """
+        self._left_s = min(most_s, self.left_s(sharers))
+        limit_s = 0.0 if self._saves and self._left_s < most_s else self._left_s
+        return Wait(self, asyncio.get_running_loop().time(), max(least_s, limit_s))
+
+    def left_s(self, sharers: int = 1) -> float:
+        """Return the seconds on the account."""
+        now = asyncio.get_running_loop().time()
+        self._left_s += self._share / sharers * (now - self._filled_at)
         self._filled_at = now
-        return Wait(self, now, max(0.0, self._left_s))
+        return self._left_s
 
-    def spend(self, waited_s: float) -> None:
-        """Note that a round waited."""
-        self._left_s -= waited_s
+    def spend(self, waited_s: float, is_in_vain: bool) -> None:
+        """Note that a round waited. `is_in_vain`: some did not come."""
+        self._left_s, self._saves = max(0.0, self._left_s - waited_s), is_in_vain
 
 
 class Wait:
@@ -38,20 +56,13 @@ class Wait:
         """Loop time, and seconds."""
         self._courtesy = courtesy
 
-    @property
-    def waited_s(self) -> float:
-        """Seconds since it began."""
-        return _now() - self.began
-
     def left_s(self, limit_s: float | None = None) -> float:
         """Return the seconds until it is over, at its own limit or this one; 0 from then on."""
-        left_s = (self.limit_s if limit_s is None else limit_s) - self.waited_s
+        limit_s = self.limit_s if limit_s is None else limit_s
+        left_s = self.began + limit_s - asyncio.get_running_loop().time()
         return left_s if left_s > EARLY_S else 0.0
 
-    def end(self) -> None:
-        """Take the time off the account. Call it once."""
-        self._courtesy.spend(self.waited_s)
-
-
-def _now() -> float:
-    return asyncio.get_running_loop().time()
+    def end(self, is_in_vain: bool, at: float | None = None) -> None:
+        """Take the time off the account, up to now or up to this loop time. Call it once."""
+        waited_s = (asyncio.get_running_loop().time() if at is None else at) - self.began
+        self._courtesy.spend(min(max(0.0, waited_s), self.limit_s), is_in_vain)

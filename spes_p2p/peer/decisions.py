@@ -46,8 +46,9 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 COMMITS_PER_MESSAGE = 200
-MAX_ASKED = 16
-"""Ask at most this many peers for certificates; one honest answer is enough."""
+MAX_ASKED, FIRST_ASKED = 16, 2
+"""Ask at most this many peers for certificates; one honest answer is enough. The first ones bring what there is, in most
+cases, so that the others need not send the same."""
 
 
 class Decisions:
@@ -174,9 +175,13 @@ class Decisions:
             with contextlib.suppress(PeerUnreachable, Refused, WireError):
                 await self.learn_from(peer)
 
-        asked = [asyncio.ensure_future(learn_from(peer)) for peer in islice(peers, MAX_ASKED)]
+        some = list(islice(peers, MAX_ASKED))
+        asked = [asyncio.ensure_future(learn_from(peer)) for peer in some[:FIRST_ASKED]]
         known = None
         try:
+            if asked:
+                await asyncio.wait(asked, timeout=self._endpoint.detector.heartbeat_s)
+            asked += [asyncio.ensure_future(learn_from(peer)) for peer in some[FIRST_ASKED:]]
             while any(not each.done() for each in asked) and known != self.log.last.id:
                 known = self.log.last.id
                 await asyncio.wait(asked, timeout=self._endpoint.silence_s)

@@ -16,6 +16,7 @@ from spes_p2p.messages.samples import Interval
 from spes_p2p.net.rpc import RpcEndpoint, Stream
 from spes_p2p.net.unpacking import beside
 from spes_p2p.peer.decisions import Decisions
+from spes_p2p.rounds.checks import checkers
 from spes_p2p.rounds.plan import Rules
 from spes_p2p.rounds.proposal import read_leave
 
@@ -39,11 +40,11 @@ class Departures:
         await self._endpoint.serve(LEAVE, self._on_leave)
 
     async def leave(self, untrained: tuple[Interval, ...]) -> None:
-        """Tell members, electors and helpers that this peer leaves, so that its experts and samples are reassigned at once."""
+        """Tell other peers that this peer leaves, so that its experts and samples are reassigned at once."""
         await self._tell(Leave(self._decisions.log.last.id, untrained, self._decisions.leave()))
 
     async def come_back(self) -> None:
-        """Tell members, electors and helpers that this peer is back. A seat that it gave up stays so until the next round."""
+        """Tell them that this peer is back. A seat that it gave up stays so until the next round."""
         await self._tell(Leave(self._decisions.log.last.id, (), self._decisions.farewell(), back=True))
 
     def see(self, peer: str) -> None:
@@ -66,12 +67,18 @@ class Departures:
         return tuple(farewell for farewell in said if farewell is not None)
 
     async def _tell(self, leave: Leave) -> None:
-        """Tell all whom it concerns, if this peer is a member or elector: nobody takes another peer's word."""
-        last = self._decisions.log.last
-        if self._endpoint.peer_id not in {*last.members, *last.electorate}:
+        """Tell all whom it concerns, if this peer is a member or elector: nobody takes another peer's word.
+
+        These are the next round's coordinators and the peer that checks this one. An elector tells all members: else they
+        would wait for it as a coordinator.
+        """
+        last, me = self._decisions.log.last, self._endpoint.peer_id
+        if me not in {*last.members, *last.electorate}:
             return
         request = pack(sign(leave, self._identity))
-        others = sorted({*last.members, *last.electorate, *last.helpers} - {self._endpoint.peer_id})
+        checker = checkers(last, self._rules.config.admission).get(me, me)
+        concerned = {*last.electorate, *last.helpers, *(last.members if me in last.electorate else (checker,))}
+        others = sorted(concerned - {me})
         await asyncio.gather(*(self._tell_one(peer, request) for peer in others), return_exceptions=True)
 
     async def _tell_one(self, peer: str, request: bytes) -> None:

@@ -15,7 +15,7 @@ from spes_p2p.consensus.output import Identity
 from spes_p2p.messages.rounds import Update
 from spes_p2p.net.rpc import RpcEndpoint
 from spes_p2p.peer.cell_means import CellMeans
-from spes_p2p.peer.courtesy import Courtesy
+from spes_p2p.peer.courtesy import REDUCERS_SHARE, Courtesy
 from spes_p2p.rounds.digest import content_digest
 from spes_p2p.rounds.parts import Part, push_turns
 from spes_p2p.rounds.planned import Plan
@@ -46,8 +46,10 @@ class ExchangeContext:
     """For means and new residuals."""
     clips: bool = False
     """`sync.bound_influence`."""
-    courtesy: Courtesy = field(default_factory=Courtesy)
+    strangers: Courtesy = field(default_factory=lambda: Courtesy(REDUCERS_SHARE))
     """This reducer's time to wait for strangers' updates after all others have come."""
+    trusted_s: float = 0.0
+    """Seconds that the lines of all others need for what they move; strangers may need as much."""
     round_s: float = 0.0
     """Seconds from the last commit to the plan."""
     cell_means: CellMeans = field(default_factory=CellMeans)
@@ -73,9 +75,9 @@ class ExchangeContext:
         return [i for i in range(len(self.names)) if i != self.me]
 
     @cached_property
-    def push_turns(self) -> dict[int, tuple[int, int]]:
+    def push_turns(self) -> Mapping[int, tuple[int, int]]:
         """See `parts.push_turns`; of the plan's own table. Takes long in a large round: first used in a worker thread."""
-        return push_turns(self.results.table(0))
+        return push_turns(self.results.planned)
 
     def put(self, part: Part, revision: int, encoded: bytes | memoryview) -> None:
         """Store a result of this revision's part table, unless a later revision has moved its part."""

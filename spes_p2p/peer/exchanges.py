@@ -12,7 +12,7 @@ from spes_p2p.messages.refusals import Code
 from spes_p2p.messages.rounds import PullRequest, PushHeader, Revision
 from spes_p2p.model.layout import Layout
 from spes_p2p.net.rpc import Stream
-from spes_p2p.peer.courtesy import Courtesy
+from spes_p2p.peer.courtesy import REDUCERS_SHARE, Courtesy
 from spes_p2p.peer.exchange import Exchange
 from spes_p2p.peer.exchange_context import ExchangeContext
 from spes_p2p.peer.kept_inputs import Input, KeptInputs
@@ -22,8 +22,8 @@ from spes_p2p.peer.own_work import OwnWork
 from spes_p2p.rounds.apply import NextBase
 from spes_p2p.rounds.base import Base, BuiltBase
 from spes_p2p.rounds.next_base import NextBaseBuilder
-from spes_p2p.rounds.parts import exchange_limit_s
-from spes_p2p.rounds.planned import Plan
+from spes_p2p.rounds.parts import exchange_limit_s, exchange_s
+from spes_p2p.rounds.planned import Plan, trusted
 from spes_p2p.rounds.results import Results
 from spes_p2p.storage.scratch import Scratch
 
@@ -38,7 +38,7 @@ class Exchanges:
         self._inputs: dict[str, tuple[int, list[KeptInputs]]] = {}
         """By plan id: the round, and what this member's means were made from, by revision."""
         self._node, self._layout, self._results, self._work, self._scratch = node, layout, results, work, scratch
-        self._in_memory, self._courtesy = in_memory, Courtesy()
+        self._in_memory, self._strangers = in_memory, Courtesy(REDUCERS_SHARE)
         self._builder: NextBaseBuilder | None = None
         """The next base by the last plan."""
         self._news = asyncio.Event()
@@ -59,7 +59,8 @@ class Exchanges:
         exchange = self.by_plan[plan.id, 0] = Exchange(ExchangeContext(
             self._node.endpoint, self._node.world.identity, results, update, self._work.residuals.by_key,
             exchange_limit_s(results.parts, plan.members), ledger.tokens_behind, self._node.world.run_blocking, self._scratch,
-            sync.bound_influence, self._courtesy, round_s,
+            sync.bound_influence, self._strangers,
+            exchange_s(results.parts, plan.members, trusted(plan.members)), round_s,
         ))
         self._inputs[plan.id] = plan.round, [exchange.inputs]
         if self._builder is not None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import math
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
@@ -17,13 +16,15 @@ from spes_p2p.messages.methods import PING
 from spes_p2p.messages.rounds import Announcement, Ping, Pong
 from spes_p2p.net.rpc import Stream
 from spes_p2p.net.tasks import end_tasks
-from spes_p2p.peer.courtesy import COURTESY_SHARE, Courtesy
+from spes_p2p.peer.courtesy import LAST_SHARE, LATE_SHARE, LEAST_S, LEAST_SHARE, Courtesy, Wait
 from spes_p2p.peer.node import Node
 from spes_p2p.rounds.stragglers import patience_s, straggler_delay
 
 logger = logging.getLogger(__name__)
 
 PING_EVERY_S = 1.0
+LOOK_S = 1e-5
+"""Per member: time in which what changes is looked at together, since looking at all members takes nearly as long."""
 WAITING_SHARE = 0.25
 """Ping missing members often once this share of the expected ones wait for them, or a quorum."""
 MAX_LATE = 64
@@ -42,8 +43,8 @@ class LateArrivals:
 
     def __init__(self) -> None:
         self.peers: set[str] = set()
-        self.courtesy = Courtesy()
-        """The coordinator's time for them, and for strangers that are later than all others."""
+        self.courtesy = Courtesy(LATE_SHARE)
+        """The time for them."""
 
     def add(self, peer: str) -> None:
         """Wait for this peer in the next round."""
@@ -65,6 +66,8 @@ class RoundContext:
     pace: Collection[str]
     """Those of these peers that make a quorum (`planned.pacemakers`)."""
     too_late: LateArrivals
+    strangers: Courtesy
+    """This coordinator's time for strangers that announce or report later than all others."""
     stalled: set[str]
     """Members that stalled as reducers in an attempt at this round: later attempts go on without them."""
 
@@ -76,6 +79,46 @@ class RoundContext:
         """Raise AttemptFailed when another coordinator has brought this round to its decision."""
         if self.node.log.last.id != self.parent.id:
             raise AttemptFailed("this round is decided already")
+
+
+class _Waits:
+    """What one attempt waits after all that set the pace are there: for strangers, and for peers that come late."""
+
+    def __init__(self, context: RoundContext):
+        self._context, self._silence_s = context, context.node.rules.config.sync.silence_s
+        self._last: Wait | None = None
+        self._late: Wait | None = None
+        self._last_came_at: float | None = None
+        self._late_came_at: float | None = None
+        """Loop times at which nobody was missing, or coming, any more."""
+        self._is_charged = False
+        """Whether others than helpers came late."""
+
+    def left_s(self, missing: Collection[str], coming: Collection[str]) -> float:
+        """Return for how long to wait for the last of the strangers that are missing, and of the peers that come late."""
+        context, helpers, now = self._context, set(self._context.parent.helpers), asyncio.get_running_loop().time()
+        self._last_came_at = None if missing else self._last_came_at or now
+        self._late_came_at = None if coming else self._late_came_at or now
+        self._is_charged |= bool(set(coming) - helpers)
+        if self._last is None or self._late is None:
+            phase_s = now - context.phase_began
+            most_s, sharers = max(self._silence_s, LAST_SHARE * phase_s), taking_turns(context.parent)
+            self._last = context.strangers.begin(most_s, max(LEAST_S, LEAST_SHARE * phase_s), sharers)
+            self._late = context.too_late.courtesy.begin(self._silence_s, sharers=sharers)
+        late_s = self._late.left_s(self._silence_s if set(coming) & helpers else None) if coming else 0.0
+        return max(late_s, self._last.left_s() if missing else 0.0)
+
+    @property
+    def are_last_seconds(self) -> bool:
+        """Whether to tell strangers to stop: nothing else makes them announce in time."""
+        return self._last is not None and self._last.left_s() <= self._silence_s
+
+    def end(self) -> None:
+        """Take what was waited off the accounts."""
+        if self._last is not None:
+            self._last.end(self._last_came_at is None, self._last_came_at)
+        if self._late is not None and self._is_charged:
+            self._late.end(self._late_came_at is None, self._late_came_at)
 
 
 class Gathering:
@@ -92,8 +135,8 @@ class Gathering:
         self._done_at: dict[str, float] = {}
         """Loop time at which each member's phase was done."""
         self._quorum_at: float | None = None
-        self._pinged: dict[str, tuple[float, float]] = {}
-        """By peer: the loop time of its last ping, and the seconds until the next one."""
+        self._pinged: dict[str, float] = {}
+        """By peer: the loop time of its last ping."""
         self._told_to_stop: set[str] = set()
         self._dead: dict[str, int] = {}
         """Peers that did not answer, with the number of times that they had said to be back: another time revives them."""
@@ -127,20 +170,21 @@ class Gathering:
     async def wait(self) -> None:
         """Wait until every living trainer with an assignment has announced; tell stragglers to stop, then go on without them.
 
-        Peers that came too late for the last round, and strangers that are still missing when all others are there, are waited
-        for as far as the coordinator's `Courtesy` goes; a late helper for `silence_s`. A phase without assignments, the first
-        of a campaign or a term, goes on for `join_grace_s` after its quorum. Raises AttemptFailed when the round is decided
-        elsewhere.
+        A peer that came too late for the last round is waited for: a helper for `silence_s`, others as far as `LateArrivals`
+        goes; so are, by another account, strangers that are missing when all others are there. A phase without assignments, the
+        first of a campaign or a term, goes on for `join_grace_s` after its quorum. Raises AttemptFailed when the round is
+        decided elsewhere.
         """
         pings: dict[tuple[str, bool], asyncio.Task[None]] = {}
+        waits = _Waits(self._context)
         try:
-            await self._wait(pings)
+            await self._wait(waits, pings)
         finally:
+            waits.end()
             await end_tasks(pings.values())
 
-    async def _wait(self, pings: dict[tuple[str, bool], asyncio.Task[None]]) -> None:
-        context, wait, left_s = self._context, None, math.inf
-        sync, helpers, waited_for = context.node.rules.config.sync, set(context.parent.helpers), set[str]()
+    async def _wait(self, waits: _Waits, pings: dict[tuple[str, bool], asyncio.Task[None]]) -> None:
+        context, sync = self._context, self._context.node.rules.config.sync
         while True:
             context.require_open()
             self.changed.clear()
@@ -154,22 +198,19 @@ class Gathering:
             if quorum_at is not None:
                 self._quorum_at = quorum_at if self._quorum_at is None else min(self._quorum_at, quorum_at)
             waited_s = now - self._quorum_at if self._quorum_at is not None and trainers else 0.0
-            to_stop = missing if expected and waited_s > self._patience() else set[str]()
-            if to_stop and waited_s > self._patience() + sync.silence_s:
-                return
-            if trainers and expected and not missing & self._pacing(expected).keys():
-                if wait is None:
-                    most_s = max(sync.silence_s, COURTESY_SHARE * (now - context.phase_began))
-                    wait = context.too_late.courtesy.begin(most_s, taking_turns(context.parent))
-                waited_for |= coming | missing
-                left_s = wait.left_s(sync.silence_s if coming & helpers else None)
-                if left_s <= sync.silence_s:
-                    to_stop = missing
-                if not (coming or missing) or not left_s:
-                    context.too_late.peers.difference_update(coming)
-                    if waited_for - helpers:
-                        wait.end()
+            left_s, to_stop = PING_EVERY_S, set[str]()
+            if expected and waited_s > self._patience():
+                to_stop = missing
+                if missing and waited_s > self._patience() + sync.silence_s:
                     return
+            if trainers and expected and not missing & self._pacing(expected).keys():
+                left_s = waits.left_s(missing, coming)
+                if not left_s:
+                    context.too_late.peers.difference_update(coming)
+                    return
+                to_stop = missing if waits.are_last_seconds else to_stop
+            elif self._quorum_at is not None and context.strangers.left_s(taking_turns(context.parent)) < sync.silence_s:
+                to_stop = to_stop or missing - self._pacing(expected).keys()
             if not expected and waited_s >= sync.join_grace_s and quorum_at is not None:
                 return
             if missing or coming:
@@ -180,6 +221,7 @@ class Gathering:
                         pings[asked] = asyncio.create_task(self._ping(*asked))
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self.changed.wait(), min(PING_EVERY_S, left_s))
+            await asyncio.sleep(LOOK_S * len(self.announced))
 
     def arrivals(self, members: Iterable[str]) -> tuple[float, ...]:
         """Return the straggler delay of each member that sets the pace; unknown, thus empty, after a failed attempt."""
@@ -231,15 +273,16 @@ class Gathering:
     def _due_for_ping(self, peers: set[str], to_stop: set[str], are_waiting: bool, now: float) -> list[str]:
         """Return which of these peers to ping now. Those `to_stop` are told at once.
 
-        While other members wait for them, peers are pinged every PING_EVERY_S. Before that a dead peer delays nobody, so the
-        interval doubles up to `silence_s`.
+        While other members wait for them, peers are pinged every PING_EVERY_S. Before that a dead peer delays nobody, so they
+        are pinged every `silence_s`.
         """
-        longest_s = PING_EVERY_S if are_waiting else self._context.node.endpoint.silence_s
+        silence_s = self._context.node.endpoint.silence_s
+        gap_s = PING_EVERY_S if are_waiting else silence_s
         due = []
         for peer in sorted(peers):
-            at, gap_s = self._pinged.get(peer, (-math.inf, PING_EVERY_S / 2))
-            if now - at >= min(gap_s, longest_s) or peer in to_stop - self._told_to_stop:
-                self._pinged[peer] = now, min(2 * gap_s, longest_s)
+            at = self._pinged.get(peer, self._context.phase_began)
+            if now - at >= gap_s or peer in to_stop - self._told_to_stop:
+                self._pinged[peer] = now
                 due.append(peer)
         self._told_to_stop |= to_stop
         return due

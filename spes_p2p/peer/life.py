@@ -197,7 +197,8 @@ class Peer:
         base = self.replica.base
         if self.node.log.has(base.commit, base.round):  # otherwise its branch was given up: another base follows
             self._reporter.restored("disk" if restored else "download")
-        await self.node.decisions.learn_from_all(self.node.others())
+        if restored or self.replica.newest.asked_s() > self.node.endpoint.silence_s:
+            await self.node.decisions.learn_from_all(self.node.others())
         if restored:
             await self.node.departures.come_back()
         await self._advance({})

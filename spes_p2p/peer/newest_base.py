@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -33,6 +34,8 @@ class NewestBase:
         self._kept = PartialDownload(node.world.store)
         self._lost_after, self._lost_since = "", 0.0
         """The commit whose base is needed here and offered by nobody, and the loop time since when."""
+        self._asked_at = -math.inf
+        """Loop time at which this peer last asked for the newest commit."""
 
     async def offers(self, commit: Commit) -> list[Offer]:
         """Return the offers of a commit's base. Its members' word counts until the next commit certifies the digest."""
@@ -41,6 +44,7 @@ class NewestBase:
 
     async def offers_of_newest(self) -> list[Offer]:
         """Learn the newest commit, then return the offers of its base."""
+        self._asked_at = asyncio.get_running_loop().time()
         await self._node.decisions.learn_from_all(self._node.others())
         commit = self._node.log.last
         offers = [offer for offer in await self.offers(commit) if offer.info.round == commit.round]
@@ -51,6 +55,10 @@ class NewestBase:
         elif self._lost_after != commit.id:
             self._lost_after, self._lost_since = commit.id, asyncio.get_running_loop().time()
         return offers
+
+    def asked_s(self) -> float:
+        """Return for how long this peer has not asked for the newest commit, in seconds."""
+        return asyncio.get_running_loop().time() - self._asked_at
 
     async def download(
         self,

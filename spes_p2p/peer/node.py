@@ -85,6 +85,8 @@ class Node:
         self.contacts: dict[str, Contact] = {}
         """In random order, so that peers do not all ask the same ones."""
         self._looked_up_at = -math.inf
+        self._seen: tuple[int, int, tuple[str, ...]] = (0, 0, ())
+        """How many trainers and helpers have contacts, and which peers, sorted."""
         self.content, self.fetcher = ContentServer(self.endpoint), Fetcher(self.endpoint)
         self.relay = self.decisions.relay = Relay(self.endpoint, self.fetcher)
         self.relay.donors = self.others
@@ -110,7 +112,7 @@ class Node:
 
     def meet_members(self, plan: Plan) -> None:
         """Take the members of a new plan for participants, with their share of this peer's resources."""
-        self._planned_members = frozenset(member.peer for member in plan.members)
+        self._planned_members = plan.peers
 
     def _is_known(self, peer: str) -> bool:
         """Return whether a peer takes part in the rounds; all others are outsiders."""
@@ -148,7 +150,10 @@ class Node:
 
         Between them, those that claim the newest commit come first, in random order.
         """
-        found = [p for p, contact in self.contacts.items() if p != self.peer_id and role in (None, contact.role)]
+        me = self.peer_id
+        return self._best_first([p for p, contact in self.contacts.items() if p != me and role in (None, contact.role)])
+
+    def _best_first(self, found: list[str]) -> list[str]:
         known, now = self.log.last.participants, asyncio.get_running_loop().time()
         doubted = {peer for peer, until in self._doubted_until.items() if until > now}
         return sorted(found, key=lambda peer: (peer not in known, peer in doubted, -self.contacts[peer].round))
@@ -202,16 +207,21 @@ class Node:
             if is_due or not only_if_due:
                 self._looked_up_at = now
                 await self._look_up()
-        trainers = sum(contact.role == "trainer" for contact in self.contacts.values())
-        helpers, living = len(self.contacts) - trainers, tuple(sorted(self.contacts))
-        self._observer(PeersSeen(trainers, helpers, living, self.log.last.electorate))
+        self._observer(PeersSeen(*self._seen, self.log.last.electorate))
 
     async def _look_up(self) -> None:
         found = await find_contacts(self.world.registry, self.world.transport, self.campaign_hash)
         taking_part = sorted(peer for peer in found if takes_part(self.log.last, peer))
+        trainers = sum(found[peer].role == "trainer" for peer in taking_part)
+        self._seen = trainers, len(taking_part) - trainers, tuple(taking_part)
         self.world.rng.shuffle(taking_part)
         self.contacts = {peer: found[peer] for peer in taking_part}
-        for peer in self.others():
+        last, control = self.log.last, self.controls.number
+        says_more = [
+            peer for peer, contact in self.contacts.items()
+            if ((contact.round, contact.commit) != (last.round, last.id) or contact.control > control) and peer != self.peer_id
+        ]
+        for peer in self._best_first(says_more):
             contact = self.contacts[peer]
             self.check_claim(peer, contact.round, contact.commit, contact.control)
 

@@ -24,7 +24,7 @@ from spes_p2p.messages.rounds import Manifest, Pushed, Update
 from spes_p2p.net.rpc import Stream
 from spes_p2p.net.tasks import end_tasks
 from spes_p2p.peer.cell_means import CellMean
-from spes_p2p.peer.courtesy import Wait
+from spes_p2p.peer.courtesy import EARLY_S, LEAST_SHARE, Wait
 from spes_p2p.peer.exchange_context import EncodedUpdate, ExchangeContext, SentUpdate, next_batch
 from spes_p2p.peer.kept_inputs import Input, KeptInputs
 from spes_p2p.peer.part_frames import Deadline, read_update
@@ -147,22 +147,20 @@ class Reducer:
                 if len(self._made) == len(self._sums):
                     break
                 self._news.clear()
+                due_s = started + self.context.trusted_s - clock() if wait is None else wait.left_s()
                 waits_s = self.context.endpoint.silence_s / 4
-                if wait is not None:
-                    waits_s = min(waits_s, wait.left_s())
                 with contextlib.suppress(asyncio.TimeoutError):
-                    await asyncio.wait_for(self._news.wait(), waits_s)
+                    await asyncio.wait_for(self._news.wait(), min(waits_s, due_s) if due_s > EARLY_S else waits_s)
                 waited_s = clock() - started
                 awaited = set().union(*self._awaited.values())
                 unheard = awaited - self._pushing - self._lost
                 lost = {i for i in unheard if waited_s >= detector.bound(self.context.names[i])}
                 lost |= {i for i in self._pushing - {me} if clock() >= self._push_due_at(i, started)}
                 if wait is not None and not awaited:
-                    wait.end()
+                    wait.end(is_in_vain=False, at=self._counted_at)
                     wait = None
-                if wait is None and awaited and awaited <= strangers:
-                    most_s = max(waited_s + self.context.endpoint.silence_s, STRANGERS_SHARE * self.context.round_s)
-                    wait = self.context.courtesy.begin(most_s)
+                if wait is None and awaited and awaited <= strangers and waited_s >= self.context.trusted_s - EARLY_S:
+                    wait = self._begin_wait(waited_s)
                 if wait is not None and (not wait.left_s() or self._are_strangers_quiet(wait)):
                     lost |= strangers
                 if waited_s >= PUSH_SHARE * self.context.timeout_s:
@@ -172,7 +170,7 @@ class Reducer:
                 self._lose(lost)
         finally:
             if wait is not None:
-                wait.end()
+                wait.end(is_in_vain=True)
             await end_tasks([taking])
         self._write_manifest()
 
@@ -188,6 +186,12 @@ class Reducer:
                 self._awaited[key].discard(me)
                 if not self._awaited[key] and key not in self._closed:
                     self._close(key)
+
+    def _begin_wait(self, known_s: float) -> Wait:
+        """Begin to wait for strangers alone, for as long again as all others took, or a share of the round."""
+        context = self.context
+        most_s = max(known_s + context.endpoint.silence_s, STRANGERS_SHARE * context.round_s)
+        return context.strangers.begin(most_s, LEAST_SHARE * context.round_s)
 
     def _are_strangers_quiet(self, wait: Wait) -> bool:
         """Return whether no update of strangers has come for so long that members are about to complain about this reducer."""

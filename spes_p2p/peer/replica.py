@@ -245,7 +245,7 @@ class Replica:
 
     async def complete_results(self, commit: Commit) -> Results | None:
         """Return the commit's results with every committed part; None when no reachable peer has one of them."""
-        others, members = set(self.node.others()), set(commit.members)
+        others, members = set(self.node.contacts), set(commit.members)
         peers = sorted((others | members) - {self.node.peer_id})
         self.node.world.rng.shuffle(peers)
         for some in widening(sorted(peers, key=lambda peer: peer not in others or peer not in members)):

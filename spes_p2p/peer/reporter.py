@@ -33,6 +33,7 @@ from spes_p2p.peer.node import Node
 from spes_p2p.peer.replica import Applied, Replica
 from spes_p2p.rounds.commit import clipped_parts, contributions
 from spes_p2p.rounds.planned import Plan
+from spes_p2p.rounds.remembered import remembered
 from spes_p2p.rounds.runaway import HeldOut
 from spes_p2p.rounds.schedule import last_round
 from spes_p2p.training.rates import learning_rate
@@ -178,6 +179,7 @@ def audits_in(plan: Plan, identity: Identity) -> tuple[tuple[str, Audited], ...]
     return tuple((each.auditor, said[each.auditor, each.peer, each.round]) for each in plan.verdicts)
 
 
+@remembered(2)
 def trainers_of(plan: Plan) -> tuple[str, ...]:
     """Return the ids of the members that train."""
     return tuple(member.peer for member in plan.members if member.trains)
@@ -189,11 +191,13 @@ def median_upload(plan: Plan, peer: str) -> float:
     return statistics.median(uploads) if uploads else 0.0
 
 
+@remembered(2)
 def expert_tokens_of(plan: Plan) -> tuple[int, ...]:
     """Return, for each expert, the tokens on which the members trained it."""
     return tuple(map(sum, zip(*(member.routed for member in plan.members), strict=True)))
 
 
+@remembered(2)
 def owners_of(commit: Commit) -> tuple[tuple[str, ...], ...]:
     """Return the ids of each expert's owners in the phase after this commit."""
     return tuple(tuple(commit.members[i] for i in owners) for owners in commit.owners)

@@ -81,7 +81,7 @@ class Transfers:
         """Loop time of the last signature, or of the first update."""
         self._part_bytes = max((part.encoded_bytes for part in context.results.parts), default=0)
         self._rate = stall_rates(context.plan.members)[context.me]
-        self._deadline: Deadline
+        self._deadline = Deadline(1, self._rate)
         """Until it, something must move between this member and a reducer."""
         self._bytes_left = 0
         """What is still to be sent to and received from all reducers."""

@@ -97,11 +97,11 @@ def write_piece(draft: Draft, number: int, piece: np.ndarray) -> bytes:
 def close_base(
     draft: Draft, commit: str, round_number: int, plan: Plan | None, elements: int, digests: bytes
 ) -> BuiltBase:
-    """Write a base's header after its pieces, and map the base."""
+    """Map a base's pieces, and write its header after them."""
     digest = root_digest(digests)
+    values = np.frombuffer(draft.view(), "<f4", elements)
     header = frame_record(pack(_Header(commit, round_number, elements, digest, plan.proposal if plan else None)))
     draft.write(4 * elements, header + len(header).to_bytes(LENGTH_BYTES, "little"))
-    values = np.frombuffer(draft.view(), "<f4", elements)
     return BuiltBase(Base(commit, round_number, values, digest, plan, digests), draft)
 
 

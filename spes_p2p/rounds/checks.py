@@ -10,6 +10,7 @@ from itertools import cycle, islice
 from spes_p2p.messages.consensus import Commit
 from spes_p2p.messages.rounds import Announcement
 from spes_p2p.rounds.parts import Part
+from spes_p2p.rounds.remembered import remembered
 from spes_p2p.rounds.results import Results
 
 CHECKED_SHARE = 1 / 64
@@ -19,7 +20,8 @@ CHECKED_REDUCERS = 8
 """In small models, results of this many reducers are checked in a round, one of each, whatever the share."""
 
 
-def checkers(commit: Commit, rule: str) -> dict[str, str]:
+@remembered(4)
+def checkers(commit: Commit, rule: str) -> Mapping[str, str]:
     """Return for each member of a round the member that checks it. `rule`: `admission` of the campaign.
 
     The order follows from the commit's hash, which nobody knows while results are made. In an open campaign vouched members

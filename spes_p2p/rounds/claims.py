@@ -100,31 +100,38 @@ def clamped(
 
 def bounded_strangers(members: Sequence[Member]) -> tuple[Member, ...]:
     """Return the members with weights such that in every mean all strangers together weigh at most as much as the others, and
-    all newcomers `NEWCOMERS_WEIGHT` times as much.
+    newcomers `NEWCOMERS_WEIGHT` times as much.
 
     Identities cost nothing, so only a bound on all of them holds against many of one attacker. Where they would weigh more,
-    each weighs at most an equal share: the slow among them lose least. Where nobody else contributes, they keep their weights.
+    the largest weights are cut to one size: the slow among them lose least. Where no others contribute, strangers keep their
+    weights, and newcomers are bounded by the strangers past probation, if there are any.
     """
-    bounded = _bounded(members, {i for i, member in enumerate(members) if member.is_stranger}, 1.0)
-    return _bounded(bounded, {i for i, member in enumerate(members) if member.standing == "newcomer"}, NEWCOMERS_WEIGHT)
-
-
-def _bounded(members: Sequence[Member], whom: Collection[int], share: float) -> tuple[Member, ...]:
-    """Return the members with weights such that these, as indices, weigh at most this share of the others in every mean."""
     weights = [(member.tokens, *member.routed) for member in members]
-    caps = [_cap([mean[i] for i in whom if mean[i]], sum(mean), share) for mean in zip(*weights, strict=True)]
-
-    def bounded(member: Member, own: Sequence[int]) -> Member:
-        tokens, *routed = map(min, own, caps)
-        return replace(member, tokens=tokens, routed=tuple(routed))
-
-    return tuple(bounded(each, weights[i]) if i in whom else each for i, each in enumerate(members))
+    bounded = zip(*(_bounded_mean(members, mean) for mean in zip(*weights, strict=True)), strict=True)
+    return tuple(replace(member, tokens=own[0], routed=own[1:]) for member, own in zip(members, bounded, strict=True))
 
 
-def _cap(weights: Sequence[int], total: int, share: float) -> int:
-    """Return the largest of these weights in a mean. `total`: of all weights in it."""
-    most = int(share * (total - sum(weights)))
-    return max(1, most // len(weights)) if 0 < most < sum(weights) else max(weights, default=0)
+def _bounded_mean(members: Sequence[Member], weights: Sequence[int]) -> list[int]:
+    """Return the members' weights in one mean."""
+    new = [i for i, member in enumerate(members) if member.standing == "newcomer"]
+    proven = [i for i, member in enumerate(members) if member.standing == "proven"]
+    known = sum(weights) - sum(weights[i] for i in (*new, *proven))
+    bounded = list(weights)
+    if others := known or sum(weights[i] for i in proven):
+        _cut(bounded, new, int(NEWCOMERS_WEIGHT * others))
+    if known:
+        _cut(bounded, proven, known - sum(bounded[i] for i in new))
+    return bounded
+
+
+def _cut(weights: list[int], whom: Collection[int], most: int) -> None:
+    """Cut the largest weights of these members to one size, so that they have `most` together, or 1 each."""
+    left = sorted(weights[i] for i in whom if weights[i])
+    while left and left[0] * len(left) <= most:
+        most -= left.pop(0)
+    size = max(1, most // len(left)) if left else 0
+    for i in whom if left else ():
+        weights[i] = min(weights[i], size)
 
 
 def lately_lost(recent: Sequence[Commit]) -> frozenset[str]:

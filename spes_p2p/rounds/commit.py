@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 
 from spes_p2p.consensus.acceptor import INCARNATION_BYTES
 from spes_p2p.consensus.electorate import choose_electorate, incarnations_of
@@ -18,6 +19,7 @@ from spes_p2p.messages.rounds import Manifest, Staged
 from spes_p2p.rounds.gate import harmful_groups, rejected_members
 from spes_p2p.rounds.parts import Part, mask_bytes, to_mask
 from spes_p2p.rounds.planned import Plan
+from spes_p2p.rounds.remembered import remembered
 from spes_p2p.rounds.results import ABSENT, Results
 
 
@@ -132,6 +134,7 @@ def derive_commit(parent: Commit, results: Results, reports: Sequence[Signed], i
     return make_commit(parent, results.plan, results, staged)
 
 
+@remembered(4)
 def misfit(commit: Commit, plan: Plan) -> str:
     """Return the fields of a commit that contradict its plan; "" for none. Needs no reports."""
     experts = range(len(plan.members[0].routed))
@@ -289,11 +292,12 @@ def _with_manifests(results: Results, staged: Mapping[int, Staged]) -> Results:
     return collected
 
 
-def _agrees(report: Staged, roots: Sequence[bytes], members: int) -> bool:
+def _agrees(report: Staged, roots: tuple[bytes, ...], members: int) -> bool:
     """Return whether the member's manifests agree with those of these roots."""
     return report.roots_digest == _roots_digest(roots[: members * (report.revision + 1)], report.missing)
 
 
-def _roots_digest(roots: Sequence[bytes], missing: Sequence[int]) -> bytes:
+@lru_cache(8)
+def _roots_digest(roots: tuple[bytes, ...], missing: tuple[int, ...]) -> bytes:
     left_out = set(missing)
     return hashlib.sha256(b"".join(root for place, root in enumerate(roots) if place not in left_out)).digest()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
@@ -13,6 +13,7 @@ from spes_p2p.model.layout import Group, Layout
 from spes_p2p.rounds.cells import Cells, make_cells
 from spes_p2p.rounds.codecs import Codec, GroupCodecs
 from spes_p2p.rounds.planned import Member
+from spes_p2p.rounds.remembered import remembered
 
 DELEGATION_RATIO = 1.5
 """Owners delegate parts when the busiest link takes this many times the least possible: less is an error of measurement."""
@@ -26,6 +27,8 @@ SPREAD, SMALL_BYTES = 64, 2**14
 SHORTEST_LIMIT_S, PATIENCE = 60.0, 6.0
 """The time limit of an exchange: this long, plus this many times what the slowest line needs at the announced bandwidth. An
 unmeasured line counts as 100 Mbit/s, so one of 20 Mbit/s is in time."""
+MASKS = 256
+"""Masks that are kept decoded: most say the same, that all members are in."""
 ENOUGH_TO_CLIP = 3
 """Contributors, for a median that one liar cannot be."""
 SLOWEST_BYTES_PER_S: float = SLOWEST_LINE_BITS / 8
@@ -114,7 +117,16 @@ def weight(member: Member, group: Group) -> int:
     return member.tokens if group.expert is None else member.routed[group.expert]
 
 
-@lru_cache(2)
+@dataclass(frozen=True, eq=False)
+class PlanMembers:
+    """Members of a plan: hashing them all for each look at the last tables would take as long as to make one."""
+
+    members: tuple[Member, ...]
+
+
+_by_identity = remembered(4)(PlanMembers)
+
+
 def part_table(
     layout: Layout, members: tuple[Member, ...], codecs: GroupCodecs, part_bytes: int = PART_BYTES
 ) -> tuple[Part, ...]:
@@ -135,6 +147,13 @@ def part_table(
     If no member may reduce, there are no parts. Nor are there parts of an expert that only newcomers trained: its base keeps
     its values.
     """
+    return table_of(layout, _by_identity(members), codecs, part_bytes)
+
+
+@lru_cache(2)
+def table_of(layout: Layout, plan: PlanMembers, codecs: GroupCodecs, part_bytes: int) -> tuple[Part, ...]:
+    """See `part_table`; the tables of the last two plans are kept."""
+    members = plan.members
     reducers = _reducers(members)
     if not reducers:
         return ()
@@ -202,6 +221,7 @@ def _alike(parts: Sequence[Part], together: Callable[[int, int], int] = operator
     return list(found.values())
 
 
+@remembered(4)
 def exchange_limit_s(parts: Sequence[Part], members: Sequence[Member]) -> float:
     """Return the time limit of an exchange, from the bytes that each member moves and the bandwidth that it announced.
 
@@ -224,12 +244,14 @@ def _bandwidths(members: Sequence[Member]) -> list[float]:
     return [unknown if rate is None else rate for rate in known]
 
 
-def stall_rates(members: Sequence[Member]) -> list[float]:
+@remembered(4)
+def stall_rates(members: Sequence[Member]) -> Sequence[float]:
     """Return for each member the bytes per second below which its transfers have stalled."""
     return [max(SLOWEST_BYTES_PER_S, rate / PATIENCE) for rate in _bandwidths(members)]
 
 
-def push_turns(parts: Sequence[Part]) -> dict[int, tuple[int, int]]:
+@remembered(4)
+def push_turns(parts: Sequence[Part]) -> Mapping[int, tuple[int, int]]:
     """Return for each contributor to how many other members it pushes, and the bytes of one part to each of them.
 
     A contributor pushes to all of them at once, so for as long as these bytes take no part may be complete anywhere.
@@ -460,6 +482,7 @@ def to_mask(contributors: set[int] | tuple[int, ...], members: int) -> bytes:
     return sum(1 << i for i in contributors).to_bytes(mask_bytes(members), "little")
 
 
+@lru_cache(MASKS)
 def from_mask(mask: bytes) -> tuple[int, ...]:
     """Return the members whose bit is set, ascending."""
     bits = int.from_bytes(mask, "little")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from spes_p2p.consensus.control import is_banned
 from spes_p2p.messages.admission import Standing
@@ -125,7 +126,16 @@ class Plan:
 
     def index(self, peer: str) -> int | None:
         """Return the peer's index among the members, or None."""
-        return next((i for i, member in enumerate(self.members) if member.peer == peer), None)
+        return self._indices.get(peer)
+
+    @cached_property
+    def peers(self) -> frozenset[str]:
+        """The ids of the members."""
+        return frozenset(self._indices)
+
+    @cached_property
+    def _indices(self) -> Mapping[str, int]:
+        return {member.peer: i for i, member in enumerate(self.members)}
 
 
 DerivePlan = Callable[[Proposal], Plan]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from spes_p2p.config.campaign import OuterConfig
@@ -15,6 +15,7 @@ from spes_p2p.rounds.digest import content_digest
 from spes_p2p.rounds.outer import base_size
 from spes_p2p.rounds.parts import PART_BYTES, Part, from_mask, mask_bytes, moved_parts, part_table
 from spes_p2p.rounds.planned import DerivePlan, Plan
+from spes_p2p.rounds.remembered import remembered
 from spes_p2p.rounds.result_file import ResultFile, part_offsets
 from spes_p2p.storage.interfaces import Store
 from spes_p2p.storage.store import frame_record, read_frame
@@ -47,6 +48,8 @@ class Results:
 
     def __init__(self, plan: Plan, parts: tuple[Part, ...]):
         self.plan = plan
+        self.planned = parts
+        """Every part, as of the plan."""
         self.parts = parts
         """Every part, as of the last revision."""
         self.lost: tuple[tuple[int, ...], ...] = ()
@@ -61,7 +64,7 @@ class Results:
         """Digests of the results that are present, by part index."""
         self.manifests: dict[tuple[int, int], Manifest] = {}
         """By revision and reducer."""
-        self._tables: list[dict[int, list[Part]]] = [_by_reducer(parts)]
+        self._tables = [_by_reducer(parts)]
         self._places = _places(self._tables[0])
 
     @classmethod
@@ -93,7 +96,7 @@ class Results:
         moved = moved_parts(self.parts, self.plan.members, newly_lost, before | set(newly_lost), self.revision)
         self.parts = tuple(moved.get(part.index, part) for part in self.parts)
         self._tables.append(_by_reducer(tuple(moved.values())))
-        self._places |= _places(self._tables[-1])
+        self._places = self._places | _places(self._tables[-1])
         for index in moved:
             self.drop(index)
 
@@ -201,7 +204,7 @@ class Results:
 
     def emptied(self, lost: tuple[tuple[int, ...], ...]) -> Results:
         """Return empty results of the same plan under these revisions. Raises WireError when they are invalid."""
-        other = Results(self.plan, tuple(self.table(0)))
+        other = Results(self.plan, self.planned)
         for newly_lost in lost:
             other.revise(newly_lost)
         return other
@@ -219,14 +222,16 @@ class Results:
         return other
 
 
-def _by_reducer(parts: tuple[Part, ...]) -> dict[int, list[Part]]:
+@remembered(4)
+def _by_reducer(parts: tuple[Part, ...]) -> Mapping[int, list[Part]]:
     table: dict[int, list[Part]] = {}
     for part in parts:
         table.setdefault(part.reducer, []).append(part)
     return table
 
 
-def _places(table: dict[int, list[Part]]) -> dict[tuple[int, int], int]:
+@remembered(4)
+def _places(table: Mapping[int, list[Part]]) -> dict[tuple[int, int], int]:
     """Return each part's position in its reducer's manifest, by revision and part index."""
     return {(part.revision, part.index): place for own in table.values() for place, part in enumerate(own)}
 

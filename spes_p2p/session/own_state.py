@@ -23,6 +23,7 @@ from spes_p2p.errors import UserError, printable
 from spes_p2p.observe.json_values import to_json
 
 STATE_FILE, ORDER_FILE = "own_state.json", "pause"
+PREPARING = "preparing"
 LOCK_TRIES, LOCK_AGAIN_S = 5, 0.02
 """A reader that looks whether a trainer runs holds the lock for a moment."""
 
@@ -32,7 +33,8 @@ class OwnState:
     """What the trainer with this run-dir does."""
 
     state: str
-    """running; pausing: it still leaves the round; paused."""
+    """preparing: it has found its campaign and loads libraries, text and the base; running; pausing: it still leaves the round;
+    paused."""
     since: float
     """Unix time."""
     addresses: tuple[str, ...] = ()

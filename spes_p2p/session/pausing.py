@@ -22,7 +22,7 @@ from spes_p2p.observe.events import Event, Observer, Paused, QuotaForecast
 from spes_p2p.observe.metrics import Metrics
 from spes_p2p.peer.leaving import LeaveRequest
 from spes_p2p.session.machine_use import MachineUse
-from spes_p2p.session.own_state import OwnState, StateFile, is_pause_ordered
+from spes_p2p.session.own_state import PREPARING, OwnState, StateFile, is_pause_ordered
 from spes_p2p.session.pause_rules import IdleRule, Pause, outside_hours, over_quota, quota_forecast
 from spes_p2p.session.traffic import TrafficMeter
 
@@ -61,8 +61,8 @@ class Pauses:
         return self.pause is not None and not self.ending.is_made
 
     def joined(self, daemon_pid: int) -> None:
-        """Say that the trainer runs, on this p2pd. Raises UserError if another one uses the run-dir."""
-        self._say("running")
+        """Say that the trainer prepares, with this p2pd. Raises UserError if another one uses the run-dir."""
+        self._say(PREPARING)
         if self._meter is not None:
             self._meter.follow(daemon_pid)
 
@@ -93,6 +93,11 @@ class Pauses:
         while True:
             self._count()
             await asyncio.sleep(LOOK_EVERY_S)
+
+    async def is_due(self) -> bool:
+        """Return whether the trainer, which does not train yet, is to pause instead."""
+        self.pause = await self._look()
+        return self.follows
 
     async def over(self) -> bool:
         """Return True as soon as the trainer may train, False if the process is asked to end before."""

@@ -19,7 +19,7 @@ from spes_p2p.campaign.room import Choice, Device, check_ranks, find_room, neede
 from spes_p2p.campaign.speed import costs_of
 from spes_p2p.config.campaign import CampaignConfig, PeerConfig
 from spes_p2p.errors import UserError
-from spes_p2p.model.build import layout_of
+from spes_p2p.model.sizes import sizes_of
 from spes_p2p.observe.units import human_bytes
 from spes_p2p.rounds.outer import base_size
 from spes_p2p.session.traffic import HEADERS
@@ -125,7 +125,7 @@ def round_bytes(config: CampaignConfig, experts: int) -> int:
 
 def require_quota(settings: PeerConfig, config: CampaignConfig, round_bytes: int) -> None:
     """Raise UserError for a quota that coming back uses up, at most a base: the trainer would never train."""
-    base = 4 * base_size(layout_of(config.model), config.outer)
+    base = 4 * base_size(sizes_of(config.model), config.outer)
     needed = round(HEADERS * base) + 2 * round_bytes
     if settings.quota is not None and settings.quota < needed:
         raise UserError(f"--quota {human_bytes(settings.quota)}/day: does not suffice for the model, {human_bytes(base)}, and "

@@ -39,6 +39,7 @@ from spes_p2p.session.genesis import fetch_genesis, join_with_base_0, load_or_ma
 from spes_p2p.session.network import connected, first_contact, live_on, make_node, world_of
 from spes_p2p.session.observers import observing, sharing_history
 from spes_p2p.session.pausing import Pauses, call_on_signals
+from spes_p2p.session.preparing import still
 from spes_p2p.session.text import keep_checking, make_readers, open_text, serve_text, text_to_serve
 from spes_p2p.storage.store import DirectoryStore
 from spes_p2p.storage.threads import keep_loaded_objects, nice_executor
@@ -112,7 +113,10 @@ async def _live_as_bootstrap(
         layout = await asyncio.to_thread(run_apart, make_layout, files.campaign.config.model)
     else:
         me = net.identity.peer_id
-        layout, genesis = await asyncio.to_thread(run_apart, load_or_make_genesis, files, settings.run_dir, me)
+        task = "making base 0" if known is None else "loading the model's layout"
+        logger.info("%s", task)
+        async with still(task):
+            layout, genesis = await asyncio.to_thread(run_apart, load_or_make_genesis, files, settings.run_dir, me)
     store = await asyncio.to_thread(DirectoryStore, settings.run_dir)  # deletes what a dead process left
     invitation = admitted(settings, files, genesis, net.identity, trains=False)
     keep_campaign(files, genesis, settings.run_dir)
@@ -186,6 +190,8 @@ async def _join(
 ) -> None:
     async with connected(settings, addresses) as (net, dialable):
         ready = await _prepare(net, addresses, settings, on_joined, pauses)
+        if await pauses.is_due():
+            return
         if not dialable:
             logger.warning("%s", describe(dialable))
         await _live_as_trainer(net, dialable, addresses, settings, ready, extension, pauses)
@@ -218,7 +224,8 @@ async def _prepare(
     pauses.joined(net.daemon_pid)
     invitation = admitted(settings, files, genesis, net.identity, trains=True)
     logger.info("found campaign %s; preparing to train", files.campaign.config.name)
-    await asyncio.to_thread(import_module, "spes_p2p.training.trainer")  # torch takes seconds, in which streams go on
+    async with still("importing torch"):
+        await asyncio.to_thread(import_module, "spes_p2p.training.trainer")  # streams go on meanwhile
     from spes_p2p.campaign.free_memory import choose_devices
     from spes_p2p.session.resources import choose_resources, require_disk, require_quota, round_bytes
 
@@ -229,12 +236,14 @@ async def _prepare(
     expected = round_bytes(files.campaign.config, resources.experts)
     require_quota(settings, files.campaign.config, expected)
     pauses.expect(expected)
-    shelf = await asyncio.to_thread(open_text, files, settings.run_dir, settings.token_cache_bytes)
+    async with still("verifying the text on this machine"):
+        shelf = await asyncio.to_thread(open_text, files, settings.run_dir, settings.token_cache_bytes)
     keep_campaign(files, genesis, settings.run_dir)
     keep_invitation(invitation, settings.run_dir)
     on_joined(files, net.transport.addresses[0])
     store = await asyncio.to_thread(DirectoryStore, settings.run_dir)  # deletes what a dead process left
-    await join_with_base_0(first_contact(net), peers, files, genesis, settings, store)
+    async with still("making base 0"):
+        await join_with_base_0(first_contact(net), peers, files, genesis, settings, store)
     logger.info("room for %s", resources.description)
     keep_loaded_objects()
     return _Ready(files, genesis, invitation, devices, resources, shelf, store)

@@ -375,8 +375,9 @@ class MemoryRegistry:
         await self._round_trip()
         now = asyncio.get_running_loop().time()
         seen = {}
+        is_plain = not self._network._groups and not self._network.registry_delay_s
         for writer, history in sorted(self._network._records.get(key, {}).items()):
-            record = self._latest(writer, history, now)
+            record = history[-1] if is_plain else self._latest(writer, history, now)
             if record is not None and record.expires_at > now:
                 seen[writer] = record.value
         return seen
@@ -422,8 +423,8 @@ class _Record:
     expires_at: float
 
 
-_Content = Message | None | Exception
-"""Content of a pipe: frames, then None (finished) or the exception that `receive` raises."""
+_Content = Message | None | str
+"""Content of a pipe: frames, then None (finished) or why it broke."""
 
 _FINISHED = None
 
@@ -488,7 +489,7 @@ class _Pipe:
         self.is_read_out = True
         if content is None:
             return None
-        raise content
+        raise PeerUnreachable(content)
 
     def end(self, content: _Content) -> None:
         if not self.is_ended:
@@ -499,7 +500,7 @@ class _Pipe:
         self.is_ended = True
         self._in_flight.clear()
         self._room.set()
-        self._dispatch(PeerUnreachable(f"{self.source} broke the channel"), asyncio.get_running_loop().time())
+        self._dispatch(f"{self.source} broke the channel", asyncio.get_running_loop().time())
 
     def leave(self) -> None:
         """Record that the reader has left, which a writer learns after the link's latency."""

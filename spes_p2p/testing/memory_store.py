@@ -30,7 +30,7 @@ class MemoryStore:
         self._logs: dict[str, list[bytes]] = {}
         self._crashed = False
 
-    def write(self, name: str, chunks: Iterable[bytes | memoryview]) -> None:
+    def write(self, name: str, chunks: Iterable[bytes | bytearray | memoryview]) -> None:
         """See Store."""
         self._at("write:draft", name)
         content = shared(b"".join(chunks))
@@ -109,23 +109,28 @@ class MemoryDraft:
 
     def __init__(self, store: MemoryStore, name: str):
         self._store, self._name = store, name
-        self._content = bytearray()
+        self._content, self._rest = bytearray(), bytearray()
+        """What has been viewed, which cannot grow, and what was written after it."""
+        self._is_viewed = False
 
     def write(self, offset: int, data: bytes | memoryview) -> None:
-        """See Draft."""
-        view = memoryview(data).cast("B")
-        if offset + len(view) > len(self._content):
-            self._content.extend(bytes(offset + len(view) - len(self._content)))
-        self._content[offset : offset + len(view)] = view
+        """See Draft. Not across the end of what has been viewed."""
+        view, into = memoryview(data).cast("B"), self._content
+        if self._is_viewed and offset >= len(self._content):
+            into, offset = self._rest, offset - len(self._content)
+        if offset + len(view) > len(into):
+            into.extend(bytes(offset + len(view) - len(into)))
+        into[offset : offset + len(view)] = view
 
     def read(self, offset: int, length: int) -> bytes:
         """See Draft."""
-        return bytes(self._content[offset : offset + length])
+        return bytes((self._content + self._rest)[offset : offset + length])
 
     def view(self) -> memoryview:
-        """See Draft. The draft cannot grow afterwards."""
+        """See Draft. Later writes beyond it are not in later views."""
+        self._is_viewed = True
         return memoryview(self._content).toreadonly()
 
     def publish(self) -> None:
         """See Draft."""
-        self._store.write(self._name, [bytes(self._content)])
+        self._store.write(self._name, [self._content, self._rest])

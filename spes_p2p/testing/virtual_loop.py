@@ -9,7 +9,7 @@ import asyncio
 import contextvars
 import heapq
 from collections import Counter, deque
-from collections.abc import Callable, Coroutine, Generator, Iterable
+from collections.abc import Callable, Coroutine, Generator, Iterable, Sequence
 from concurrent.futures import Executor
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -35,15 +35,61 @@ class DeadlockError(RuntimeError):
     """Every task waits and no timer is set, so nothing can ever happen."""
 
 
+def _nothing() -> None:
+    """Stand in for a cancelled callback, so that what it holds is free."""
+
+
+class _Callback(asyncio.Handle):
+    """A handle without asyncio's debug mode, which costs more than the rest of it."""
+
+    __slots__ = ()
+
+    def __init__(
+        self, callback: Callable[..., object], args: Sequence[Any], loop: asyncio.AbstractEventLoop,
+        context: contextvars.Context | None,
+    ):
+        self._context = contextvars.copy_context() if context is None else context
+        self._loop, self._callback, self._args = loop, callback, args
+        self._cancelled, self._repr, self._source_traceback = False, None, None
+
+    def cancel(self) -> None:
+        """See Handle."""
+        self._cancelled, self._callback, self._args = True, _nothing, ()
+
+
+class _Timer(asyncio.TimerHandle):
+    """The same with a time."""
+
+    __slots__ = ()
+
+    def __init__(
+        self, when: float, callback: Callable[..., object], args: Sequence[Any], loop: VirtualLoop,
+        context: contextvars.Context | None,
+    ):
+        self._context = contextvars.copy_context() if context is None else context
+        self._loop, self._callback, self._args = loop, callback, args
+        self._cancelled, self._repr, self._source_traceback = False, None, None
+        self._when, self._scheduled = when, True
+
+    def cancel(self) -> None:
+        """See TimerHandle."""
+        if not self._cancelled:
+            self._loop._timer_handle_cancelled(self)
+            self._cancelled, self._callback, self._args = True, _nothing, ()
+
+
 class VirtualLoop(asyncio.SelectorEventLoop):
     """An event loop whose `time()` starts at 0 and jumps to the next timer when nothing is ready. Without sockets.
 
-    Most of a simulation's time goes into callbacks and timers, so it has its own loop over them: without a selector, and with
-    timers that compare as tuples. Timers of the same time run in the order in which they were set.
+    Most of a simulation's time goes into callbacks and timers, so it has its own loop over them: without a selector, without
+    debug mode, and with timers that compare as tuples. Timers of the same time run in the order in which they were set.
     """
 
-    _ready: deque[asyncio.Handle]
+    _ready: deque[Any]
+    """Handles."""
     _stopping: bool
+    get_debug = bool
+    """Returns False. Futures, tasks and timers ask each time that they are made: a function would cost a percent of a run."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,7 +98,6 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         self._timers_set = self._timers_cancelled = 0
         self.stopped_units: dict[Unit | None, list[asyncio.Handle]] = {}
         """Stopped units, with the callbacks that wait until they continue."""
-        self.set_task_factory(create_task_of_unit)
 
     def time(self) -> float:
         """Return the virtual seconds since the loop was created."""
@@ -62,7 +107,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         self, callback: Callable[[Unpack[Ts]], object], *args: Unpack[Ts], context: contextvars.Context | None = None
     ) -> asyncio.Handle:
         """See AbstractEventLoop. Callbacks of a stopped unit wait until it continues."""
-        handle = asyncio.Handle(callback, args, self, context)
+        handle = _Callback(callback, args, self, context)
         if self.stopped_units:
             held = self.stopped_units.get((contextvars.copy_context() if context is None else context).get(CURRENT_UNIT))
             if held is not None:
@@ -71,12 +116,20 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         self._ready.append(handle)
         return handle
 
+    def create_task(
+        self, coro: Coroutine[Any, Any, T] | Generator[Any, None, T], *, name: object = None,
+        context: contextvars.Context | None = None,
+    ) -> asyncio.Task[T]:
+        """See AbstractEventLoop."""
+        options: dict[str, Any] = {} if context is None else {"context": context}
+        return create_task_of_unit(self, coro, **options)
+
     def call_at(
         self, when: float, callback: Callable[[Unpack[Ts]], object], *args: Unpack[Ts],
         context: contextvars.Context | None = None,
     ) -> asyncio.TimerHandle:
         """See AbstractEventLoop."""
-        handle = asyncio.TimerHandle(when, callback, args, self, context)
+        handle = _Timer(when, callback, args, self, context)
         self._timers_set += 1
         heapq.heappush(self._timers, (when, self._timers_set, handle))
         return handle
@@ -84,7 +137,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
         self._timers_cancelled += 1
         if self._timers_cancelled > MAX_CANCELLED and 2 * self._timers_cancelled > len(self._timers):
-            self._timers = [timer for timer in self._timers if not timer[2].cancelled()]
+            self._timers = [timer for timer in self._timers if not timer[2]._cancelled]
             heapq.heapify(self._timers)
             self._timers_cancelled = 0
 
@@ -92,7 +145,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         """Run what is ready; advance the time where the loop would sleep. Raises DeadlockError."""
         ready, timers = self._ready, self._timers
         if not ready:
-            while timers and timers[0][2].cancelled():
+            while timers and timers[0][2]._cancelled:
                 heapq.heappop(timers)
                 self._timers_cancelled -= 1
             if timers:
@@ -102,14 +155,19 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         due = self._now + CLOCK_RESOLUTION_S
         while timers and timers[0][0] <= due:
             handle = heapq.heappop(timers)[2]
-            if handle.cancelled():
+            if handle._cancelled:
                 self._timers_cancelled -= 1
             else:
                 ready.append(handle)
         for _ in range(len(ready)):
             each = ready.popleft()
-            if not each.cancelled():
-                each._run()
+            if not each._cancelled:
+                try:
+                    each._context.run(each._callback, *each._args)
+                except (SystemExit, KeyboardInterrupt):
+                    raise
+                except BaseException as error:
+                    self.call_exception_handler({"message": f"{each._callback} failed", "exception": error, "handle": each})
 
     def _deadlock(self) -> DeadlockError:
         waiting = ", ".join(sorted(_where(task) for task in asyncio.all_tasks(self)))

@@ -8,9 +8,9 @@ import torch
 
 from spes_p2p.config.model import ModelSection
 from spes_p2p.model.backends import BackendName, choose_backend
-from spes_p2p.model.build import layout_of
 from spes_p2p.model.formats import StoredFormat, StoredPlace
 from spes_p2p.model.memory import OptimizerKind
+from spes_p2p.model.sizes import sizes_of
 from spes_p2p.training.adamw import check_optimizer
 
 
@@ -35,5 +35,5 @@ class TrainingOptions:
 
 def check_options(model: ModelSection, options: TrainingOptions, device: str) -> None:
     """Raise UserError, naming the alternatives, if this machine does not support the options. Allocates nothing."""
-    choose_backend(options.backend, torch.device(device), *layout_of(model).expert_shape)
+    choose_backend(options.backend, torch.device(device), *sizes_of(model).expert_shape)
     check_optimizer(options.optimizer)

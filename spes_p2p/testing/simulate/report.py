@@ -140,12 +140,15 @@ def attack_figures(runs: Sequence[RunReport]) -> dict[str, Any]:
 def _attack(pairs: Sequence[tuple[RunReport, RunReport]]) -> dict[str, Any]:
     """Return the figures of one kind. `pairs`: each attacked run, and that of the same seed without attack."""
     ratios, delays, growths, banned, honest = list[float | None](), list[float](), list[int](), 0, 0
+    slower = list[float]()
     for run, before in pairs:
         assert run.attacked is not None
         assert before.attacked is not None
         known = run.attacked.loss is not None and before.attacked.loss is not None
         ratios.append(run.attacked.loss / before.attacked.loss if known else None)  # type: ignore[operator]
         delays.append(max(run.figures.round_s, default=0.0) - max(before.figures.round_s, default=0.0))
+        if run.figures.round_s and before.figures.round_s:
+            slower.append(statistics.mean(run.figures.round_s) / statistics.mean(before.figures.round_s))
         growths.append(run.attacked.memory_bytes - before.attacked.memory_bytes)
         banned += run.attacked.attackers_banned
         honest += run.attacked.honest_banned
@@ -154,6 +157,7 @@ def _attack(pairs: Sequence[tuple[RunReport, RunReport]]) -> dict[str, Any]:
         "lies": sum(run.attacked.lies for run, _ in pairs if run.attacked is not None),
         "loss_over_clean": None if None in ratios else round(max(ratio for ratio in ratios if ratio is not None), 4),
         "rounds_delayed_s_max": round(max(delays), 3),
+        "round_s_over_clean": round(max(slower), 3) if slower else None,
         "memory_over_clean_max": max(growths),
         "attackers_banned": banned,
         "attackers_banned_round_max": max((number for number in bans if number is not None), default=None),

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import gc
 import logging
+import math
 import multiprocessing
 import os
 import random
@@ -68,12 +69,15 @@ STUCK_S = 400.0
 QUIET_ROUNDS = 3
 """Rounds that every trainer must commit after all faults are lifted."""
 SPEEDS = (0.5, 1.0, 1.0, 1.0, 2.0)
-START_TOGETHER, START_S = 64, 40.0
-"""Start at most this many peers at once, and all others over the next seconds: peers serve outsiders at a bounded pace."""
+START_TOGETHER, START_S, STARTS_PER_S = 64, 40.0, 5.0
+"""Start at most this many peers at once, and all others over the next seconds, at most so many a second: peers serve outsiders
+at a bounded pace."""
 SHARED_RECORDS_PER_PEER = 64
 """Records that peers read alike: a contact and a signed announcement of each in every round, and the commits."""
-OBJECTS_PER_COLLECTION = 100_000
+OBJECTS_PER_COLLECTION = 1_000_000
 """Allocations between two garbage collections: each visits what all peers hold, for the little that is in cycles."""
+LOOK_EVERY_S = 0.1
+"""Look this often whether a majority of the electors is gone: the logs of all peers say who these are."""
 MEMBERS_LOGGED = 32
 """A line of the event log names at most this many members of a round."""
 UNLOGGED = (TrainingProgress, BytesMoved, PeersSeen)
@@ -126,6 +130,7 @@ class _Run:
         self._seed = seed
         self._rng = random.Random(f"simulate/{seed}")
         self._liars = frozenset(scenario.liars)
+        self._looked_at, self._lacks = -math.inf, False
         self._audit = Audit(EXPERTS, lacks_majority=self._lacks_majority, overlap=scenario.overlap, liars=self._liars)
         self._codec = _codec(scenario, seed, self._rng)
         self._work = Work(LAYOUT, scenario.overlap, ROUNDING.get(self._codec, 0.0))
@@ -220,7 +225,7 @@ class _Run:
     async def _start_others(self) -> None:
         others = self._names[START_TOGETHER:]
         for name in others:
-            await asyncio.sleep(START_S / len(others))
+            await asyncio.sleep(max(START_S / len(others), 1 / STARTS_PER_S))
             self._start_trainer(name)
 
     def _lying(self, name: str, attack: Attack, world: World) -> World:
@@ -315,8 +320,11 @@ class _Run:
             self._audit.violated(now(), "work", text)
 
     def _lacks_majority(self) -> bool:
-        newest = max((node.log.last for node in self._swarm.nodes.values()), key=lambda commit: (commit.term, commit.round))
-        return not self._faults.leaves_majority(newest.electorate)
+        if now() >= self._looked_at + LOOK_EVERY_S:
+            commits = (node.log.last for node in self._swarm.nodes.values())
+            newest = max(commits, key=lambda commit: (commit.term, commit.round))
+            self._looked_at, self._lacks = now(), not self._faults.leaves_majority(newest.electorate)
+        return self._lacks
 
     def _count_control_bytes(self, peer: str, round_number: int) -> None:
         sent = self._swarm.nodes[peer].endpoint.sent
