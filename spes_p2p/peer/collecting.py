@@ -20,15 +20,13 @@ from spes_p2p.net.unpacking import beside
 from spes_p2p.peer.courtesy import LEAST_SHARE, Wait
 from spes_p2p.peer.gathering import LOOK_S, PING_EVERY_S, Gathering, RoundContext
 from spes_p2p.peer.transfers import COMPLAINT_SILENCES
-from spes_p2p.rounds.commit import check_staged, disagreeing, lost_reducers
+from spes_p2p.rounds.commit import HOLDERS, check_staged, disagreeing, lost_reducers
 from spes_p2p.rounds.parts import exchange_limit_s, exchange_s
 from spes_p2p.rounds.planned import trusted
 from spes_p2p.rounds.results import Results
 
 logger = logging.getLogger(__name__)
 
-HOLDERS = 2
-"""A part is in the base if so many members hold it."""
 KNOWN_PATIENCE = 2.0
 """Where most members are strangers, wait for half of the others and for this many times what the lines of those need."""
 

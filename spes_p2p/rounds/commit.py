@@ -22,6 +22,9 @@ from spes_p2p.rounds.planned import Plan
 from spes_p2p.rounds.remembered import remembered
 from spes_p2p.rounds.results import ABSENT, Results
 
+HOLDERS = 2
+"""A part is in the base if so many members hold it durably, or the only one."""
+
 
 def contributions(commit: Commit, results: Results, tokens_per_step: int) -> tuple[tuple[str, int, int], ...]:
     """Return each trainer's part in a committed round: peer id, tokens, and steps times experts trained."""
@@ -56,7 +59,7 @@ def make_commit(parent: Commit, plan: Plan, results: Results, staged: Mapping[in
     included, or too few members report.
     """
     results = _with_manifests(results, staged)
-    needed = min(2, len(plan.members))
+    needed = min(HOLDERS, len(plan.members))
     roots = results.roots()
     reduced = [part for part in results.parts if results.digest_of(part) not in (None, ABSENT)]
     counts = holder_counts(staged, results)
