@@ -87,7 +87,7 @@ def assert_refused(folder: Path, arguments: list[str], *expected: str) -> None:
     ended = call(*arguments)
     assert ended.code == 2, ended
     *told, error = ended.stderr.splitlines()
-    assert all(re.match(r"[\d:]{8} (looking for|found) ", line) for line in told), ended.stderr
+    assert all(re.match(r"[\d:]{8} (looking for|found|loading) ", line) for line in told), ended.stderr
     assert error.startswith("error: "), ended.stderr
     assert [text for text in expected if text not in error] == [], ended.stderr
     assert ended.stdout == ""
@@ -659,7 +659,7 @@ def test_a_damaged_run_dir_is_refused(swarm_place: Place, running: LocalPeers) -
     (run_dir / "base").unlink()
     assert_refused(swarm_place.folder, ["export", "--run-dir", str(run_dir), "--output", str(output)], "contains no base yet")
     (run_dir / "genesis").unlink()
-    assert_refused(swarm_place.folder, ["export", "--run-dir", str(run_dir), "--output", str(output)], "genesis: damaged")
+    assert_refused(swarm_place.folder, ["export", "--run-dir", str(run_dir), "--output", str(output)], "genesis: missing; copy it from another peer")
 
 
 @pytest.mark.network
