@@ -27,7 +27,7 @@ WHOLE = ModelConfig.model_validate(FIELDS).config_json
         ({**FIELDS, "moe_num_experts": 4096, "num_hidden_layers": 512}, "model.moe_num_experts = 4096: must be at most 128 in "
          "each of 512 layers"),
         ({**FIELDS, "hidden_size": 2**60}, "model.hidden_size = 1152921504606846976: must be at most 1048576"),
-        ({**FIELDS, "vocab_size": 2**40}, "model.vocab_size = 1099511627776: must be at most 4194304"),
+        ({**FIELDS, "vocab_size": 2**40}, "model.vocab_size = 1099511627776: must be at most 33554432"),
         ({**FIELDS, "max_position_embeddings": 2**40}, "max_position_embeddings = 1099511627776: must be at most 16777216"),
         ({"config": {**WHOLE, "num_hidden_layers": 10**9}}, "model.config.num_hidden_layers = 1000000000: must be at most 512"),
         ({"config": {**WHOLE, "num_experts": 10**9}}, "model.config.num_experts = 1000000000: must be at most 4096"),

@@ -659,7 +659,8 @@ def test_a_damaged_run_dir_is_refused(swarm_place: Place, running: LocalPeers) -
     (run_dir / "base").unlink()
     assert_refused(swarm_place.folder, ["export", "--run-dir", str(run_dir), "--output", str(output)], "contains no base yet")
     (run_dir / "genesis").unlink()
-    assert_refused(swarm_place.folder, ["export", "--run-dir", str(run_dir), "--output", str(output)], "genesis: missing; copy it from another peer")
+    arguments = ["export", "--run-dir", str(run_dir), "--output", str(output)]
+    assert_refused(swarm_place.folder, arguments, "genesis: missing; copy it from another peer")
 
 
 @pytest.mark.network

@@ -25,8 +25,10 @@ from spes_p2p.errors import PeerUnreachable, UserError
 from spes_p2p.messages.consensus import Change, Commit, Control
 from spes_p2p.messages.presence import Contact
 from spes_p2p.messages.samples import Cursor
+from spes_p2p.model import file_format
 from spes_p2p.model.build import initial_state, layout_of
 from spes_p2p.model.export import export_checkpoint
+from spes_p2p.model.file_format import file_tensors
 from spes_p2p.net.rpc import RpcEndpoint
 from spes_p2p.rounds.digest import state_digest
 from spes_p2p.rounds.outer import base_size
@@ -45,6 +47,18 @@ def tokenizer_json(tmp_path: Path) -> Path:
     path = tmp_path / "tokenizer.json"
     tokenizer.save(str(path))
     return path
+
+
+@pytest.mark.parametrize("architecture", ["olmoe", "mixtral"])
+def test_the_files_are_the_same_with_versions_of_transformers_that_drop_dimensions_of_1(
+    architecture: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tiny_model(architecture=architecture)
+    expected, revert = file_tensors(config), file_format.revert_weight_conversion
+    monkeypatch.setattr(file_format, "revert_weight_conversion", lambda *given: {
+        name: tensor if tensor.is_meta else tensor.squeeze() for name, tensor in revert(*given).items()
+    })
+    assert file_tensors.__wrapped__(config) == expected
 
 
 @pytest.mark.parametrize("architecture", ["olmoe", "qwen3_moe"])

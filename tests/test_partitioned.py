@@ -211,6 +211,25 @@ def test_accumulated_gradients_are_those_of_the_whole_batch() -> None:
         torch.testing.assert_close(a.grad, b.grad, rtol=1e-4, atol=1e-6)
 
 
+def test_gradients_of_owned_experts_are_rows_of_one_array_to_which_later_passes_add() -> None:
+    config = tiny_model()
+    model = build_model(config, initial_state(config), (0, 2))
+    block = next(module for module in model.modules() if isinstance(module, PartitionedExperts))
+    parameters = [block.get_parameter(f"{expert}.down_proj") for expert in block.owned]
+    tokens = ids(config, samples=4)
+
+    def gradients() -> list[Tensor]:
+        model(input_ids=tokens, labels=tokens).loss.backward()
+        return [parameter.grad for parameter in parameters if parameter.grad is not None]
+
+    once = [each.clone() for each in gradients()]
+    twice = gradients()
+    assert len({each.untyped_storage().data_ptr() for each in twice}) == 1
+    torch.testing.assert_close(twice, [2 * each for each in once])
+    parameters[0].grad, parameters[1].grad = None, twice[1].clone()
+    torch.testing.assert_close(gradients(), [once[0], 3 * once[1]])
+
+
 def test_counts_are_the_routers_assignments() -> None:
     config = tiny_model()
     model = build_model(config, initial_state(config), (1,))

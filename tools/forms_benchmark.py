@@ -154,7 +154,7 @@ def speeds(
         choice = find_room(changed, room, "--cap")
         step = training.model_copy(update={"batch_size": 2 * choice.setup.micro_batch})
         changed = changed.model_copy(update={"training": step})
-        base = initial_state(config.model) if base is None else base
+        base = benchmarks.random_base(config, device) if base is None else base
         try:
             with benchmarks.capped(device, cap):
                 found[name] = measured(changed, base, choice.setup, used, plain, rounds, device)

@@ -21,7 +21,7 @@ NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_
 """Names that model families give the number of experts in a layer."""
 PEERS_CHOICE = ("attn_implementation", "experts_implementation")
 """Computation is each peer's own choice; with these keys transformers would even download code from the Hub."""
-MAX_SIZE, MAX_VOCABULARY, MAX_POSITIONS = 2**20, 2**22, 2**24
+MAX_SIZE, MAX_VOCABULARY, MAX_POSITIONS = 2**20, 2**25, 2**24
 """Bound a model's widths, its vocabulary and its sequence length, well above the largest published ones: a volunteer builds the
 shapes of a stranger's model to find out what fits."""
 MAX_NUMBER, MAX_DEPTH = 2**53, 16

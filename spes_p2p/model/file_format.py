@@ -60,7 +60,8 @@ def file_tensors(model: ModelSection) -> tuple[FileTensor, ...]:
             continue
         halves = 2 if matrix == MATRICES[0] else 1
         numbers = torch.arange(parameter.shape[0] * halves) + len(units)
-        given[name] = numbers.view(-1, halves, 1)
+        # Each unit is two by three equal numbers: some versions of transformers drop dimensions of 1.
+        given[name] = numbers.view(-1, halves, 1).repeat_interleave(2, 1).expand(-1, -1, 3)
         rows, columns = parameter.shape[1] // halves, parameter.shape[2]
         for expert in range(parameter.shape[0]):
             whole = layout.by_name[f"{block}.{expert}.{matrix}"]
@@ -89,17 +90,22 @@ def _renamed(name: str, tensor: Tensor, owners: dict[int, str], given: dict[str,
 
 
 def _separated(name: str, numbers: Tensor, units: list[tuple[Piece, tuple[int, int]]]) -> FileTensor:
-    """Return a tensor of experts, given the numbers `[..., m, 1]` of its units."""
-    chosen = [units[number] for number in numbers.flatten().tolist()]
+    """Return a tensor of experts, given the numbers `[..., 2 m, 3]` of its units."""
+    if numbers.ndim < 2:
+        raise _unknown(name)
+    unit_of = numbers[..., ::2, :1]
+    if not torch.equal(unit_of.repeat_interleave(2, -2).repeat_interleave(3, -1), numbers):
+        raise _unknown(name)
+    chosen = [units[number] for number in unit_of.flatten().tolist()]
     rows, columns = chosen[0][1]
-    if numbers.ndim < 2 or numbers.shape[-1] != 1 or any(shape != (rows, columns) for _, shape in chosen):
+    if any(shape != (rows, columns) for _, shape in chosen):
         raise _unknown(name)
     pieces: list[Piece] = []
     for piece, _ in chosen:
         if pieces and (pieces[-1].tensor, pieces[-1].stop) == (piece.tensor, piece.start):
             piece = Piece(piece.tensor, pieces.pop().start, piece.stop)
         pieces.append(piece)
-    return FileTensor(name, (*numbers.shape[:-2], numbers.shape[-2] * rows, columns), tuple(pieces))
+    return FileTensor(name, (*unit_of.shape[:-2], unit_of.shape[-2] * rows, columns), tuple(pieces))
 
 
 def _unknown(what: str) -> UserError:

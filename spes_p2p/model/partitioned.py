@@ -7,7 +7,7 @@ In theory, forward + backward take (2 + owned / E) / 3 of the time with all expe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -301,14 +301,14 @@ def _sum_assignments(rows: Tensor, place: Tensor, tokens: int) -> Tensor:
 class _ExpertLinear(torch.autograd.Function):
     """y = x W^T for rows sorted by expert; those of matrix i end at `ends[i]`.
 
-    Saves the function that fetches the matrices, not decoded matrices. Weight gradients are computed if Parameters are given.
+    Saves the function that fetches the matrices, not decoded matrices. If Parameters are given, the backward pass adds their
+    gradients to `grad`, of all in one operation; autograd would convert and add each by itself.
     """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, ends: Tensor, backend: Backend, fetch: Fetch, *parameters: Tensor) -> Tensor:
-        ctx.backend, ctx.fetch = backend, fetch
+        ctx.backend, ctx.fetch, ctx.parameters = backend, fetch, parameters
         ctx.save_for_backward(ends, *([x] if parameters else []))
-        ctx.num_parameters = len(parameters)
         return backend.outputs(x, fetch(FORWARD), ends)
 
     @staticmethod
@@ -317,6 +317,29 @@ class _ExpertLinear(torch.autograd.Function):
         ends, *saved = ctx.saved_tensors
         backend, grad = ctx.backend, grad.contiguous()
         grad_x = backend.input_gradient(grad, ctx.fetch(BACKWARD), ends) if ctx.needs_input_grad[0] else None
-        if not ctx.num_parameters:
-            return grad_x, None, None, None
-        return grad_x, None, None, None, *backend.weight_gradients(grad, saved[0], ends).unbind(0)
+        if ctx.parameters:
+            _add_gradients(ctx.parameters, backend.weight_gradients(grad, saved[0], ends))
+        return grad_x, None, None, None, *(None for _ in ctx.parameters)
+
+
+def _add_gradients(parameters: Sequence[Tensor], gradients: Tensor) -> None:
+    """Add row i of `gradients` to `parameters[i].grad`. Where there was none, all are rows of one array."""
+    there = [parameter.grad for parameter in parameters]
+    if all(each is None for each in there):
+        for parameter, row in zip(parameters, gradients.to(parameters[0].dtype), strict=True):
+            parameter.grad = row
+    elif (whole := _array_of(there)) is not None:
+        whole.add_(gradients)
+    else:
+        for parameter, row in zip(parameters, gradients.to(parameters[0].dtype), strict=True):
+            parameter.grad = row.clone() if parameter.grad is None else parameter.grad.add_(row)
+
+
+def _array_of(rows: Sequence[Tensor | None]) -> Tensor | None:
+    """Return the array `[G, ...]` whose rows these are, in order and without others; None if there is no such array."""
+    first = rows[0]
+    if first is None or first.untyped_storage().nbytes() != len(rows) * first.nbytes or not first.is_contiguous():
+        return None
+    if any(row is None or row.data_ptr() != first.data_ptr() + i * first.nbytes for i, row in enumerate(rows)):
+        return None
+    return first.as_strided((len(rows), *first.shape), (first.numel(), *first.stride()))

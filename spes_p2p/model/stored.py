@@ -39,6 +39,8 @@ class Matrices:
         """Return all matrices in `dtype`: the stored tensor itself if it needs no decoding."""
         if self.scales is None:
             return self.codes.to(dtype)
+        if self.codes.device.type == "cuda":
+            return torch.mul(self.codes, self.scales, out=torch.empty_like(self.codes, dtype=dtype))
         # Two passes: on a CPU, multiplying int8 by a float directly is twice as slow.
         return self.codes.to(dtype).mul_(self.scales.to(dtype))
 
