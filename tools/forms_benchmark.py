@@ -54,6 +54,8 @@ FORMS: dict[str, tuple[bool, tuple[str, ...]]] = {
     "masked_flex_compiled": (True, ("FlexAttention", "compiled layers")),
 }
 """Whether documents are kept apart, and the forms or attention implementations of transformers that are used."""
+USUAL = ("plain", "compiled", "masked", "masked_compiled")
+"""Forms that need neither another package nor much memory nor a certain family."""
 
 
 def main() -> int:
@@ -77,6 +79,7 @@ def main() -> int:
         report = {
             **empty_groups(device), **leak(small, device), "campaign": config.name,
             "forms_failed": sum("failed" in form for form in forms.values()),
+            "usual_forms_failed": sum("failed" in form for name, form in forms.items() if name in USUAL),
             "worst_difference": max((form["difference"] for form in forms.values() if "difference" in form), default=None),
             **forms,
         }

@@ -302,7 +302,7 @@ class _ExpertLinear(torch.autograd.Function):
     """y = x W^T for rows sorted by expert; those of matrix i end at `ends[i]`.
 
     Saves the function that fetches the matrices, not decoded matrices. If Parameters are given, the backward pass adds their
-    gradients to `grad`, of all in one operation; autograd would convert and add each by itself.
+    gradients to their `grad`, of all in one operation; autograd, which would convert and add each by itself, sees none.
     """
 
     @staticmethod
@@ -317,7 +317,7 @@ class _ExpertLinear(torch.autograd.Function):
         ends, *saved = ctx.saved_tensors
         backend, grad = ctx.backend, grad.contiguous()
         grad_x = backend.input_gradient(grad, ctx.fetch(BACKWARD), ends) if ctx.needs_input_grad[0] else None
-        if ctx.parameters:
+        if any(ctx.needs_input_grad[4:]):
             _add_gradients(ctx.parameters, backend.weight_gradients(grad, saved[0], ends))
         return grad_x, None, None, None, *(None for _ in ctx.parameters)
 
