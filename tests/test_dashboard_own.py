@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -130,3 +132,22 @@ def test_a_run_dir_in_which_no_trainer_runs_is_refused(tmp_path: Path) -> None:
     ended = call("dashboard", str(run_dir(tmp_path, synthetic_swarm(2, 4, 3).records)))
     told = f"error: {tmp_path}: no trainer runs with this run-dir; give the address of a peer\n"
     assert (ended.code, ended.stderr) == (2, told)
+
+
+def test_the_page_waits_for_a_trainer_that_still_prepares(tmp_path: Path) -> None:
+    folder, waits = tmp_path / "peer", threading.Event()
+    state = StateFile(folder)
+    state.write(OwnState("preparing", 0.0))
+    RSAIdentity(folder / "identity.key")
+    with ThreadPoolExecutor(1) as pool:
+        found = pool.submit(OwnTrainer.once_prepared, folder, waits.set)
+        assert waits.wait(60)
+        run_dir(folder, synthetic_swarm(2, 4, 3).records)
+        assert found.result(60).token
+    state.close()
+
+
+def test_the_page_does_not_wait_for_a_trainer_that_ended_before_it_had_its_campaign(tmp_path: Path) -> None:
+    (tmp_path / "own_state.json").touch()
+    with pytest.raises(UserError, match="ended or paused before it had its campaign"):
+        OwnTrainer.once_prepared(tmp_path, lambda: None)

@@ -11,7 +11,7 @@ import pytest
 from recorded_run import run_dir
 from synthetic_swarm import synthetic_swarm
 
-from spes_p2p.client.me import look_at, own_share, render
+from spes_p2p.client.me import StillPreparing, look_at, own_share, render
 from spes_p2p.errors import UserError
 from spes_p2p.messages.presence import Contribution, RoundRecord
 from spes_p2p.observe.events import BaseRestored, Controlled, Event, PhaseTrained, RoundCommitted
@@ -62,16 +62,18 @@ def test_no_round_is_expected_while_the_owner_has_paused_the_campaign() -> None:
     assert "round 2/20; the next in about 8.00 s" in render(share)
 
 
-def test_a_trainer_that_has_not_found_its_campaign_is_told_from_a_wrong_folder(tmp_path: Path) -> None:
+def test_a_trainer_that_still_prepares_is_told_from_a_wrong_folder(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="not a peer's run-dir"):
         look_at(tmp_path, tmp_path / "identity.key")
     state = StateFile(tmp_path)
     try:
-        state.write(RUNNING)
-        with pytest.raises(UserError, match="has not found its campaign yet"):
+        state.write(OwnState("preparing", 0.0))
+        with pytest.raises(StillPreparing, match=r"the trainer is still preparing; try again in a minute"):
             look_at(tmp_path, tmp_path / "identity.key")
     finally:
         state.close()
+    with pytest.raises(UserError, match="ended or paused before it had its campaign"):
+        look_at(tmp_path, tmp_path / "identity.key")
 
 
 @pytest.mark.parametrize("source", ["rollback", "reform"])

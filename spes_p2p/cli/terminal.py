@@ -82,6 +82,12 @@ def waiting(for_what: str) -> Iterator[Callable[[], None]]:
         yield status.stop
 
 
+def say_waiting(for_what: str) -> None:
+    """Say in a line on stderr what a command waits for; on a terminal `waiting` shows that it does."""
+    if not sys.stderr.isatty():
+        print(for_what, file=sys.stderr, flush=True)
+
+
 def say(text: str, as_json: bool) -> None:
     """Print a line for a person, or the JSON line of it."""
     print(json_line(text) if as_json else text, flush=True)

@@ -174,7 +174,7 @@ def me(
 
 def _order_pause(run_dir: Path, pauses: bool, as_json: bool) -> None:
     from spes_p2p.client.own_peer import give_pause_order
-    from spes_p2p.session.own_state import PREPARING, own_state_json
+    from spes_p2p.session.own_state import own_state_json
 
     with waiting("waiting for the trainer"):
         state = give_pause_order(run_dir, pauses)
@@ -183,7 +183,7 @@ def _order_pause(run_dir: Path, pauses: bool, as_json: bool) -> None:
     elif state is None:
         later = "starts paused" if pauses else "is not paused when you start it"
         print(f"no trainer runs with {run_dir}; it {later}")
-    elif pauses and state.state == PREPARING:
+    elif pauses and state.is_preparing:
         print("ordered; the trainer is still preparing and pauses before it trains")
     else:
         print(state.line)

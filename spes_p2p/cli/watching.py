@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from spes_p2p.cli import options
-from spes_p2p.cli.terminal import run, waiting
+from spes_p2p.cli.terminal import run, say_waiting, waiting
 from spes_p2p.config.addresses import check_peer_addresses, check_webhook
 from spes_p2p.errors import UserError
 from spes_p2p.observe.log import setup_logging
@@ -73,16 +74,20 @@ def dashboard(
     if webhook is not None:
         check_webhook(webhook)
     own, addresses = _own_or_addresses(targets)
+    prepares = own is not None and own.is_preparing
+    for_what = "waiting for the trainer, which is still preparing" if prepares else "starting"
     setup_logging("warning", False)
-    with waiting("starting") as end_waiting:
+    with waiting(for_what) as end_waiting:
         from spes_p2p.client.dashboard.own import OwnTrainer
         from spes_p2p.client.dashboard.server import run_dashboard
+
+        trainer = None if own is None else OwnTrainer.once_prepared(Path(targets[0]), partial(say_waiting, for_what))
 
         def show(url: str) -> None:
             end_waiting()
             print(f"dashboard on {url}", flush=True)
 
-        run(run_dashboard(addresses, host, port, show, webhook, None if own is None else OwnTrainer(Path(targets[0]))))
+        run(run_dashboard(addresses, host, port, show, webhook, trainer))
 
 
 def directory(

@@ -29,6 +29,10 @@ PACE_ROUNDS = 8
 """The next round is expected at the median pace of this many rounds."""
 
 
+class StillPreparing(UserError):
+    """The trainer runs and has not stored its campaign yet."""
+
+
 @dataclass(frozen=True)
 class OwnShare:
     """What one trainer contributed to a campaign."""
@@ -111,10 +115,15 @@ def _next_round_s(times: Sequence[float], now: float) -> float:
 
 
 def look_at(run_dir: Path, identity: Path) -> OwnShare:
-    """Return what the trainer with this run-dir has contributed. Raises UserError if it is not a run-dir of a campaign."""
-    known = read_run_dir(run_dir)
+    """Return what the trainer with this run-dir has contributed.
+
+    Raises StillPreparing, and UserError if it is not a trainer's run-dir.
+    """
+    state, known = read_own_state(run_dir), read_run_dir(run_dir)
+    if known is None and state is not None and state.is_preparing:
+        raise StillPreparing(f"{run_dir}: the trainer is still preparing; try again in a minute")
     if known is None and (run_dir / STATE_FILE).exists():
-        raise UserError(f"{run_dir}: the trainer has not found its campaign yet; try again in a moment")
+        raise UserError(f"{run_dir}: the trainer ended or paused before it had its campaign; start it again, or resume it")
     if known is None:
         raise UserError(f"{run_dir}: not a peer's run-dir (it contains no campaign); give the run-dir of your trainer")
     if not (run_dir / STATE_FILE).exists():
@@ -123,7 +132,7 @@ def look_at(run_dir: Path, identity: Path) -> OwnShare:
         raise UserError(f"{identity}: no such file; give the --identity with which the trainer joined")
     peer_id, planned = RSAIdentity(identity).peer_id, known[0].campaign.config.total_rounds
     journal = read_journal(run_dir) if (run_dir / HISTORY_FILE).exists() else []
-    return own_share(journal, peer_id, planned, read_own_state(run_dir), time.time())
+    return own_share(journal, peer_id, planned, state, time.time())
 
 
 def look_at_worth(run_dir: Path, identity: Path, data_dirs: Sequence[Path]) -> OwnShare:

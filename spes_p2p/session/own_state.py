@@ -45,6 +45,11 @@ class OwnState:
     """The same for people, with when it goes on if that is known; while it runs, when it will pause next."""
 
     @property
+    def is_preparing(self) -> bool:
+        """Whether it does not train yet."""
+        return self.state == PREPARING
+
+    @property
     def line(self) -> str:
         """For people."""
         return printable(f"{self.state}: {self.detail}" if self.detail else self.state)

@@ -8,9 +8,11 @@ printed. So neither another site nor another user of the machine gives any.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hmac
 import ipaddress
 import secrets
+import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,7 @@ from typing import Any
 from aiohttp import web
 
 from spes_p2p.client.dashboard.poll import Published
-from spes_p2p.client.me import look_at
+from spes_p2p.client.me import StillPreparing, look_at
 from spes_p2p.errors import UserError
 from spes_p2p.observe.history import HISTORY_FILE
 from spes_p2p.observe.json_values import to_json
@@ -50,11 +52,23 @@ class OwnTrainer:
     """The trainer with a run-dir, as the page shows it, and the orders that the page gives it."""
 
     def __init__(self, run_dir: Path, identity: Path | None = None):
-        """Raises UserError if no trainer has used the run-dir."""
+        """Raises UserError if no trainer has used the run-dir, StillPreparing if it has no campaign yet."""
         self._run_dir, self._identity = run_dir, identity or run_dir / "identity.key"
         self._share = look_at(run_dir, self._identity)
         self._read_at: object = None
         self.token = secrets.token_urlsafe(24)
+
+    @classmethod
+    def once_prepared(cls, run_dir: Path, on_wait: Callable[[], None]) -> OwnTrainer:
+        """Wait until the trainer has its campaign; `on_wait` is called if it has none yet. Raises UserError."""
+        try:
+            return cls(run_dir)
+        except StillPreparing:
+            on_wait()
+        while True:
+            time.sleep(LOOK_EVERY_S)
+            with contextlib.suppress(StillPreparing):
+                return cls(run_dir)
 
     async def watch(self, published: Published) -> None:
         """Keep `published.own` current. Never returns."""
