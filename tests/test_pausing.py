@@ -8,6 +8,7 @@ import fcntl
 import json
 import os
 import urllib.request
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 import psutil
@@ -15,11 +16,14 @@ import pytest
 from network_swarm import LocalPeer, LocalPeers, call, free_port, write_variant
 
 from spes_p2p.client import own_peer
-from spes_p2p.config.campaign import make_peer_config
-from spes_p2p.errors import UserError
+from spes_p2p.client.own_peer import give_pause_order
+from spes_p2p.config.addresses import EXAMPLE_ADDRESS
+from spes_p2p.config.campaign import PeerConfig, make_peer_config
+from spes_p2p.errors import NobodyAnswers, UserError
 from spes_p2p.observe.events import BaseRestored, RoundFailed
 from spes_p2p.session.own_state import OwnState, StateFile, order_pause, read_own_state
 from spes_p2p.session.pausing import Pauses
+from spes_p2p.session.run import run_join
 from spes_p2p.storage.files import write_whole
 
 START_S = 90.0
@@ -148,7 +152,7 @@ def test_a_pause_that_was_ordered_while_the_trainer_prepared_comes_before_traini
         pauses = Pauses(make_peer_config(run_dir=tmp_path), ())
         with contextlib.closing(pauses):
             assert await pauses.over()
-            pauses.joined(0)
+            pauses.prepares()
             own = read_own_state(tmp_path)
             assert own is not None
             assert own.state == "preparing"
@@ -157,6 +161,25 @@ def test_a_pause_that_was_ordered_while_the_trainer_prepared_comes_before_traini
             return before, await pauses.is_due() and pauses.follows
 
     assert asyncio.run(prepare()) == (False, True)
+
+
+def test_a_trainer_that_looks_for_its_campaign_can_be_paused_and_leaves_no_trace_if_there_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir = tmp_path / "peer"
+
+    @contextlib.asynccontextmanager
+    async def nobody(settings: PeerConfig, addresses: Sequence[str]) -> AsyncIterator[None]:
+        ordered = give_pause_order(run_dir, True)
+        assert ordered is not None
+        assert (ordered.state, ordered.addresses) == ("preparing", (EXAMPLE_ADDRESS,))
+        raise NobodyAnswers("no peer answers")
+        yield
+
+    monkeypatch.setattr("spes_p2p.session.run.connected", nobody)
+    with pytest.raises(NobodyAnswers):
+        asyncio.run(run_join([EXAMPLE_ADDRESS], make_peer_config(run_dir=run_dir), lambda files, own: None))
+    assert not run_dir.exists()
 
 
 def test_a_trainer_that_does_not_run_starts_paused(tmp_path: Path) -> None:

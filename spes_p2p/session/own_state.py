@@ -33,7 +33,7 @@ class OwnState:
     """What the trainer with this run-dir does."""
 
     state: str
-    """preparing: it has found its campaign and loads libraries, text and the base; running; pausing: it still leaves the round;
+    """preparing: it looks for its campaign, or loads libraries, text and the base; running; pausing: it still leaves the round;
     paused."""
     since: float
     """Unix time."""

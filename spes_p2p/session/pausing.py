@@ -60,9 +60,12 @@ class Pauses:
         """Whether the trainer left to come back."""
         return self.pause is not None and not self.ending.is_made
 
-    def joined(self, daemon_pid: int) -> None:
-        """Say that the trainer prepares, with this p2pd. Raises UserError if another one uses the run-dir."""
+    def prepares(self) -> None:
+        """Say that the trainer prepares, so that it can be paused. Raises UserError if another one uses the run-dir."""
         self._say(PREPARING)
+
+    def count(self, daemon_pid: int) -> None:
+        """Count the traffic of this p2pd for the quota."""
         if self._meter is not None:
             self._meter.follow(daemon_pid)
 

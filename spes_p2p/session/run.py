@@ -40,6 +40,7 @@ from spes_p2p.session.network import connected, first_contact, live_on, make_nod
 from spes_p2p.session.observers import observing, sharing_history
 from spes_p2p.session.pausing import Pauses, call_on_signals
 from spes_p2p.session.preparing import still
+from spes_p2p.session.run_dir import made_run_dir
 from spes_p2p.session.text import keep_checking, make_readers, open_text, serve_text, text_to_serve
 from spes_p2p.storage.store import DirectoryStore
 from spes_p2p.storage.threads import keep_loaded_objects, nice_executor
@@ -188,13 +189,15 @@ async def _join(
     extension: Extension,
     pauses: Pauses,
 ) -> None:
-    async with connected(settings, addresses) as (net, dialable):
-        ready = await _prepare(net, addresses, settings, on_joined, pauses)
-        if await pauses.is_due():
-            return
-        if not dialable:
-            logger.warning("%s", describe(dialable))
-        await _live_as_trainer(net, dialable, addresses, settings, ready, extension, pauses)
+    with made_run_dir(settings.run_dir):
+        pauses.prepares()
+        async with connected(settings, addresses) as (net, dialable):
+            ready = await _prepare(net, addresses, settings, on_joined, pauses)
+            if await pauses.is_due():
+                return
+            if not dialable:
+                logger.warning("%s", describe(dialable))
+            await _live_as_trainer(net, dialable, addresses, settings, ready, extension, pauses)
 
 
 @dataclass(frozen=True)
@@ -221,7 +224,7 @@ async def _prepare(
     peers = [peer_of(address) for address in addresses]
     files, genesis = await fetch_campaign(first_contact(net), peers, net.registry, settings.data_dir)
     check_run_dir(files, genesis, settings.run_dir)
-    pauses.joined(net.daemon_pid)
+    pauses.count(net.daemon_pid)
     invitation = admitted(settings, files, genesis, net.identity, trains=True)
     logger.info("found campaign %s; preparing to train", files.campaign.config.name)
     async with still("importing torch"):
