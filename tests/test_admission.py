@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,8 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from network_swarm import call
+from recorded_run import CONFIG, run_dir
 
 from spes_p2p.campaign.invitations import from_text, keep, kept, parse_guest, read_option, to_text
 from spes_p2p.consensus.admission import check_admission, signed_invitation
@@ -22,6 +25,7 @@ from spes_p2p.messages.consensus import Ballot, Prepare
 from spes_p2p.messages.methods import PREPARE, ROUND
 from spes_p2p.messages.refusals import Code
 from spes_p2p.messages.rounds import Announcement
+from spes_p2p.net.identity import RSAIdentity
 from spes_p2p.net.rpc import RpcEndpoint
 from spes_p2p.testing.simulate.swarm import VirtualSwarm, campaign, simulate
 from spes_p2p.testing.simulated_identity import SimulatedIdentity
@@ -29,6 +33,7 @@ from spes_p2p.testing.simulated_identity import SimulatedIdentity
 SWARM = VirtualSwarm(campaign(admission="invite"))
 OWNER = SimulatedIdentity("W")
 LATER = 2**40
+PEER = "QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
 
 
 def invitation(peer: str = "", *roles: Role, expires: int = LATER, campaign_hash: str = "", signer: str = "W") -> Invitation:
@@ -117,6 +122,21 @@ def test_an_invitation_is_kept_for_its_user_alone_and_replaced_as_a_whole(tmp_pa
     assert read_option(str(file)) == invitation("B")
     with pytest.raises(UserError, match="neither an invitation nor a file"):
         read_option(str(tmp_path / "nothing"))
+
+
+@pytest.mark.parametrize(("options", "told"), [
+    ((), "invitation for whoever holds it, as trainer, until "),
+    (("--peer", PEER, "--roles", "trainer,elector"), f"invitation for {PEER}, as trainer and elector, until "),
+])
+def test_the_owner_is_told_on_stderr_what_an_invitation_allows(options: tuple[str, ...], told: str, tmp_path: Path) -> None:
+    key = tmp_path / "identity.key"
+    config = CONFIG.model_copy(update={"admission": "invite"})
+    folder = run_dir(tmp_path, [], config=config, owner=RSAIdentity(key).peer_id)
+    ended = call("invite", str(folder), "--key", str(key), "--expires", "12h", *options)
+    assert ended.code == 0, ended.stderr
+    made = from_text(ended.stdout, "stdout")
+    assert abs(made.expires - time.time() - 12 * 3600) < 600
+    assert ended.stderr == told + time.strftime("%Y-%m-%d %H:%M UTC\n", time.gmtime(made.expires))
 
 
 @pytest.mark.parametrize(("peer", "roles", "expected"), [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import binascii
 import os
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args
@@ -54,6 +55,12 @@ def parse_guest(peer: str | None, roles: str, seconds: int) -> Guest:
 def to_text(invitation: Invitation) -> str:
     """Return the invitation as one word."""
     return PREFIX + base64.urlsafe_b64encode(pack(invitation)).decode().rstrip("=")
+
+
+def describe(invitation: Invitation) -> str:
+    """Say for people whom it is for, what it allows and until when."""
+    until = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(invitation.expires))
+    return f"for {invitation.peer or 'whoever holds it'}, as {' and '.join(invitation.roles)}, until {until}"
 
 
 def from_text(text: str, where: str) -> Invitation:

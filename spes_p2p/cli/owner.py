@@ -196,7 +196,7 @@ def invite(
     expires: Annotated[str, typer.Option(help="How long it holds: 90m, 12h, 30d.")] = "30d",
 ) -> None:
     """Invite a peer to your campaign: print the text for its `--invite`."""
-    from spes_p2p.campaign.invitations import parse_guest
+    from spes_p2p.campaign.invitations import describe, parse_guest, to_text
     from spes_p2p.config.quantities import parse_seconds
 
     guest = parse_guest(peer, roles, parse_seconds(expires, "--expires"))
@@ -204,8 +204,9 @@ def invite(
     with waiting("looking for the campaign"):
         from spes_p2p.client.invite import make_invitation
 
-        text = run(make_invitation(target, key, guest))
-    print(text)
+        made = run(make_invitation(target, key, guest))
+    print(f"invitation {describe(made)}", file=sys.stderr)
+    print(to_text(made))
 
 
 def plan(

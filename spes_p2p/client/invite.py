@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 from spes_p2p.campaign.files import CampaignFiles, read_run_dir
-from spes_p2p.campaign.invitations import Guest, to_text
+from spes_p2p.campaign.invitations import Guest
 from spes_p2p.client.connection import connect
 from spes_p2p.client.owner import owner_key, require_owner
 from spes_p2p.config.addresses import check_peer_addresses
@@ -16,8 +16,8 @@ from spes_p2p.messages.admission import Invitation
 from spes_p2p.messages.consensus import Commit
 
 
-async def make_invitation(target: str, key: Path, guest: Guest) -> str:
-    """Return the signed invitation as text. `target`: address of a peer, or a run-dir of the campaign. Raises UserError."""
+async def make_invitation(target: str, key: Path, guest: Guest) -> Invitation:
+    """Return the signed invitation. `target`: address of a peer, or a run-dir of the campaign. Raises UserError."""
     owner = owner_key(key)
     files, genesis = await _campaign(target)
     config = files.campaign.config
@@ -27,7 +27,7 @@ async def make_invitation(target: str, key: Path, guest: Guest) -> str:
     if config.admission == "open" and guest.roles == ("trainer",):
         raise UserError(f"campaign {config.name} is open: trainers need no invitation; give --roles trainer,elector or helper")
     expires = int(time.time()) + guest.seconds
-    return to_text(signed_invitation(Invitation(genesis.campaign, guest.peer, guest.roles, expires, b""), owner))
+    return signed_invitation(Invitation(genesis.campaign, guest.peer, guest.roles, expires, b""), owner)
 
 
 async def _campaign(target: str) -> tuple[CampaignFiles, Commit]:

@@ -138,12 +138,12 @@ async def invited_by(bootstrap: Path, elector: str = "") -> tuple[str, str]:
 
     `elector`: the peer that may also vote; empty: whoever has the invitation may train.
     """
-    from spes_p2p.campaign.invitations import LONGEST_S, Guest
+    from spes_p2p.campaign.invitations import LONGEST_S, Guest, to_text
     from spes_p2p.client.invite import make_invitation
 
     roles: tuple[Role, ...] = ("trainer", "elector") if elector else ("trainer",)
-    text = await make_invitation(str(bootstrap), bootstrap / "identity.key", Guest(elector, roles, LONGEST_S))
-    return "--invite", text
+    made = await make_invitation(str(bootstrap), bootstrap / "identity.key", Guest(elector, roles, LONGEST_S))
+    return "--invite", to_text(made)
 
 
 def summarise(run_dir: Path, names: list[str], seconds: float, failed: tuple[str, ...]) -> Summary:
