@@ -135,7 +135,9 @@ def test_a_trainer_that_does_not_obey_in_time_is_told(tmp_path: Path, monkeypatc
     ended = call("pause", str(tmp_path))
     state.close()
     assert ended.code == 1
-    assert "the trainer was ordered to pause and has not done so after 0.3 s" in ended.stderr
+    waits, told = ended.stderr.splitlines()
+    assert waits == "waiting for the trainer to end its step and leave"
+    assert "the trainer was ordered to pause and has not done so after 0.3 s" in told
 
 
 def test_a_trainer_that_prepares_is_told_to_pause_before_it_trains(tmp_path: Path) -> None:
@@ -145,6 +147,7 @@ def test_a_trainer_that_prepares_is_told_to_pause_before_it_trains(tmp_path: Pat
     state.close()
     assert (ended.code, ended.stdout) == (0, "ordered; the trainer is still preparing and pauses before it trains\n")
     assert (again.code, again.stdout) == (0, "preparing\n")
+    assert ended.stderr == again.stderr == "", "neither waits"
 
 
 def test_a_pause_that_was_ordered_while_the_trainer_prepared_comes_before_training(tmp_path: Path) -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import logging
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from spes_p2p.cli import options
-from spes_p2p.cli.terminal import run, run_peer, say, waiting
+from spes_p2p.cli.terminal import run, run_peer, say, say_waiting, waiting
 from spes_p2p.observe.log import setup_logging
 
 if TYPE_CHECKING:
@@ -176,8 +177,9 @@ def _order_pause(run_dir: Path, pauses: bool, as_json: bool) -> None:
     from spes_p2p.client.own_peer import give_pause_order
     from spes_p2p.session.own_state import own_state_json
 
-    with waiting("waiting for the trainer"):
-        state = give_pause_order(run_dir, pauses)
+    for_what = "waiting for the trainer to end its step and leave" if pauses else "waiting for the trainer to go on"
+    with waiting(for_what):
+        state = give_pause_order(run_dir, pauses, partial(say_waiting, for_what))
     if as_json:
         print(json.dumps(own_state_json(state), indent=2))
     elif state is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from spes_p2p.errors import Broken
@@ -13,20 +14,24 @@ OBEYS_WITHIN_S = 60.0
 LOOK_EVERY_S = 0.2
 
 
-def give_pause_order(run_dir: Path, pauses: bool) -> OwnState | None:
+def give_pause_order(run_dir: Path, pauses: bool, on_wait: Callable[[], None] = lambda: None) -> OwnState | None:
     """Order the trainer with this run-dir to pause or to go on; return what it does then, None if none runs.
 
-    One that is preparing looks for an order before it trains, which may take minutes: that is not waited for.
+    One that is preparing looks for an order before it trains, which may take minutes: that is not waited for. `on_wait` is
+    called if it does not obey at once.
 
     Raises UserError if it is no trainer's run-dir, and Broken if the trainer does not obey in time.
     """
     order_pause(run_dir, pauses)
-    deadline = time.monotonic() + OBEYS_WITHIN_S
+    deadline, is_first = time.monotonic() + OBEYS_WITHIN_S, True
     while True:
         state = read_own_state(run_dir)
         obeys = state is None or (state.state in (PREPARING, "paused") if pauses else state.reason != "user")
         if obeys:
             return state
+        if is_first:
+            on_wait()
+            is_first = False
         if time.monotonic() > deadline:
             order = "pause" if pauses else "go on"
             told = f"{run_dir}: the trainer was ordered to {order} and has not done so after {OBEYS_WITHIN_S:g} s"
