@@ -33,6 +33,13 @@ def test_every_size_is_a_campaign_with_any_text_and_any_number_of_peers(
     assert describe_size(config).startswith("olmoe")
 
 
+def test_one_peer_is_no_plural() -> None:
+    answers = Answers(Path("c"), "c", "tiny", (), (), 8192, 1, 1.0)
+    assert "# 1 pass over 100000000 tokens with 1 peer; at least" in campaign_yaml(answers, 8192, 10**8)
+    answers = Answers(Path("c"), "c", "tiny", (), (), 8192, 2, 2.0)
+    assert "# 2 passes over 100000000 tokens with 2 peers; at least" in campaign_yaml(answers, 8192, 10**8)
+
+
 def test_so_many_steps_are_planned_as_train_the_text_as_often_as_asked_for() -> None:
     size = SIZES["small"]
     steps = make_schedule(size, 10**9, peers=8, epochs=2.0).total_steps

@@ -475,8 +475,8 @@ def test_round_0_says_that_the_swarm_is_assembled_and_who_trains_what(log: pytes
     ("number", "source", "expected"),
     [
         (BEFORE_TRAINING, "download", "downloaded base 0 (digest 0123456789ab); next: assembling the swarm"),
-        (0, "disk", "loaded base 0 from the run-dir (digest 0123456789ab); next: round 1/10"),
-        (6, "disk", "loaded base 6 from the run-dir (digest 0123456789ab); next: round 7/10"),
+        (0, "disk", "base 0 is in place (digest 0123456789ab); next: round 1/10"),
+        (6, "disk", "base 6 is in place (digest 0123456789ab); next: round 7/10"),
         (ROUNDS, "download", "downloaded base 10 (digest 0123456789ab); the campaign is done"),
     ],
 )

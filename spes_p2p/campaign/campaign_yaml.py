@@ -7,6 +7,7 @@ import json
 from spes_p2p.campaign.answers import RANDOM_ALPHA, ROUNDS_AT_LEAST, SIZES, UPCYCLED_ALPHA, Answers, Schedule, make_schedule
 from spes_p2p.config.campaign import SCHEMA_VERSION
 from spes_p2p.data.manifest import MANIFEST_NAME
+from spes_p2p.observe.units import counted
 
 TOKENIZER_JSON, TOKENS_FOLDER = "tokenizer.json", "tokens"
 TRAIN, HELD_OUT = "train_", "held_out_"
@@ -16,6 +17,7 @@ def campaign_yaml(answers: Answers, vocab_size: int, tokens: int) -> str:
     """Return the campaign file, with comments on the settings that an owner may want to change."""
     recipe = answers.recipe
     schedule = make_schedule(recipe, tokens, answers.peers, answers.epochs)
+    passes = f"{schedule.total_steps * answers.peers * recipe.batch_size * recipe.sequence_length / tokens:.3g}"
     held_out = f"{TOKENS_FOLDER}/{HELD_OUT}{MANIFEST_NAME}"
     return _TEMPLATE.format(
         schema_version=SCHEMA_VERSION,
@@ -30,7 +32,8 @@ def campaign_yaml(answers: Answers, vocab_size: int, tokens: int) -> str:
         training_text=_training_text_yaml(answers),
         validation=f"validation_manifest: {held_out}" if answers.held_out else f"# validation_manifest: {held_out}",
         tokenizer=TOKENIZER_JSON,
-        passes=schedule.total_steps * answers.peers * recipe.batch_size * recipe.sequence_length / tokens,
+        passes="1 pass" if passes == "1" else f"{passes} passes",
+        with_peers=counted(answers.peers, "peer"),
         rounds=ROUNDS_AT_LEAST,
         eos_token="" if answers.start is None else f"\n  eos_token: {json.dumps(answers.start.eos_token)}",
         codec=answers.codec,
@@ -83,7 +86,7 @@ training:
   sequence_length: {recipe.sequence_length}
   batch_size: {recipe.batch_size}  # samples per local step of one peer
   micro_batch_size: {recipe.micro_batch_size}  # samples per forward pass; a volunteer can choose a smaller one
-  total_steps: {schedule.total_steps}  # {passes:.3g} passes over {tokens} tokens with {peers} peers; at least {rounds} rounds
+  total_steps: {schedule.total_steps}  # {passes} over {tokens} tokens with {with_peers}; at least {rounds} rounds
   sync_steps: {recipe.sync_steps}  # steps between two rounds: {sync_tokens} tokens per peer; increase it for slow links
   learning_rate: {recipe.learning_rate}
   embedding_lr_ratio: {recipe.embedding_lr_ratio}  # learning rate of embedding and output head, as a multiple of learning_rate

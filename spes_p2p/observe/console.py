@@ -40,7 +40,8 @@ FORECAST_EVERY_S = 3600.0
 SLOW_LINK_EVERY_S = 3600.0
 """Minimum interval between two remarks about this peer's link."""
 
-_SOURCES = {"disk": "loaded base {} from the run-dir", "download": "downloaded base {}",
+_SOURCES = {"disk": "base {} is in place",  # made just now, or kept from before
+            "download": "downloaded base {}",
             "rollback": "the campaign was rolled back to base {}",
             "reform": "the electors were gone; the campaign goes on from base {}"}
 
@@ -184,7 +185,7 @@ class RoundLog:
         return f"{self._nth(status.round + 1)} · {what} for {waited}{gone}"
 
     def _restored(self, event: BaseRestored) -> str:
-        what = _SOURCES.get(event.source, "loaded base {}").format(max(0, event.round))
+        what = _SOURCES.get(event.source, _SOURCES["disk"]).format(max(0, event.round))
         if event.round == BEFORE_TRAINING:
             upcoming = "next: assembling the swarm"
         elif event.round < self._board.status.total_rounds:
