@@ -17,6 +17,7 @@ from synthetic_swarm import synthetic_swarm
 from spes_p2p.client.dashboard.directory import directory_app, directory_page, run_directory
 from spes_p2p.client.dashboard.listed import Listed, seen
 from spes_p2p.client.dashboard.server import listening
+from spes_p2p.observe.json_values import to_json
 
 NOBODY = "/ip4/127.0.0.1/tcp/9/p2p/QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
 LIVE = Listed([NOBODY], answers=True, updated=1e9, seen=seen(synthetic_swarm(3, 8, 20).statuses, NOBODY))
@@ -61,6 +62,19 @@ def test_one_that_does_not_answer_shows_that_with_its_last_state() -> None:
     assert "fable-1b\n" in text
     assert "unknown campaign\nno answer\n" in text
     assert "unknown campaign\nlooking for its peers\n" in text
+
+
+def test_a_campaign_without_trainers_says_so() -> None:
+    assert LIVE.seen is not None
+    asleep = replace(LIVE, seen=replace(LIVE.seen, trainers=0, seconds_left=math.nan))
+    text = Texts(directory_page([asleep, replace(LIVE, seen=replace(LIVE.seen, trainers=0, state="paused"))], 0.0)).text
+    assert "no trainers\n" in text
+    assert "paused\n" in text
+    assert "running\n" not in text
+
+
+def test_programs_get_no_time_of_an_answer_before_the_first() -> None:
+    assert [each["updated"] for each in to_json([Listed([NOBODY]), LIVE])] == [None, 1e9]
 
 
 def test_what_peers_say_is_text_and_never_markup() -> None:

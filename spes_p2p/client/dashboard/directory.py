@@ -91,7 +91,9 @@ def _article(listed: Listed) -> str:
         address = f'<p class="soft id">{html.escape(listed.addresses[0])}</p>'
         return f'<article><header><h2>unknown campaign</h2>{_state(False, state)}</header>{address}</article>'
     last = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(listed.updated))
-    now = known.state if known.state != "running" else time_left(known.seconds_left) or "running"
+    now = known.state
+    if now == "running":
+        now = time_left(known.seconds_left) or "running" if known.trainers else "no trainers"
     share = 100 * min(1.0, known.round / max(1, known.total_rounds))
     of_round = f"round {known.validation_round}" if math.isfinite(known.validation_loss) else "not evaluated"
     figures = [

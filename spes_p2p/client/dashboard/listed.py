@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -36,8 +37,8 @@ class Listed:
 
     addresses: Sequence[str]
     answers: bool = False
-    updated: float = 0.0
-    """Unix time of the last answer; 0 before the first."""
+    updated: float = math.nan
+    """Unix time of the last answer; NaN before the first."""
     problem: str = ""
     """Why the last try failed."""
     seen: Seen | None = None
