@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -70,6 +71,21 @@ def test_every_line_but_names_and_numbers_is_commented(made: Path) -> None:
     assert yaml.safe_load(text)["name"] == "my-campaign"
     assert text.count("#") > 12
     assert max(map(len, text.splitlines())) <= 128
+
+
+@pytest.mark.parametrize(("tokenizer", "first"), [("512", "training the tokenizer"), (TOKENIZER, "tokenizing")])
+def test_the_bar_says_that_a_tokenizer_is_trained_before_there_is_a_percentage(
+    tokenizer: str, first: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (("FORCE_COLOR", "1"), ("TERM", "xterm"), ("COLUMNS", "80")):  # a terminal for rich
+        monkeypatch.setenv(name, value)
+    ended = call("init", str(tmp_path / "c"), "--text", WORDNET, "--tokenizer", tokenizer, "--size", "tiny")
+    assert ended.code == 0, ended.stderr
+    frames = [frame for frame in re.split(r"[\r\n]", re.sub(r"\x1b\[[\d;?]*[a-zA-Z]", "", ended.stderr)) if frame.strip()]
+    assert frames[0].startswith(first)
+    assert "%" not in frames[0]
+    assert frames[-1].startswith("tokenizing ")
+    assert "100 %" in frames[-1]
 
 
 def test_an_earlier_campaign_is_not_overwritten(made: Path) -> None:

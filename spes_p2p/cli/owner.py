@@ -66,7 +66,7 @@ def init(
         url=url,
         line=options.rate(line, "--line"),
     )
-    with ProgressBar("tokenizing") as update:
+    with ProgressBar("tokenizing", "training the tokenizer" if isinstance(answers.tokenizer, int) else "") as update:
         made = make_campaign(answers, lambda p: update(p.bytes_done, p.bytes_total))
     from spes_p2p.campaign.plan_table import describe_size
 

@@ -47,24 +47,31 @@ def _end_now(number: int, frame: object) -> None:
 
 
 class ProgressBar:
-    """Show a progress bar on a terminal, nothing elsewhere; yields `update(done, total)`."""
+    """Show a progress bar on a terminal, nothing elsewhere; yields `update(done, total)`.
 
-    def __init__(self, what: str):
+    `before`: what is done until the first update.
+    """
+
+    def __init__(self, what: str, before: str = ""):
         from rich.console import Console
-        from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+        from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-        percent = TextColumn("{task.percentage:>3.0f} %")
+        percent = TaskProgressColumn("{task.percentage:>3.0f} %")
         columns = (TextColumn("{task.description}"), BarColumn(), percent, TimeRemainingColumn())
         console = Console(stderr=True)
         self._progress = Progress(*columns, console=console, disable=not console.is_terminal, transient=True)
-        self._task = self._progress.add_task(what, total=None)
+        self._what = what
+        self._task = self._progress.add_task(before or what, total=None)
 
     def __enter__(self) -> Callable[[int, int], None]:
         self._progress.start()
-        return lambda done, total: self._progress.update(self._task, completed=done, total=total)
+        return self._update
 
     def __exit__(self, *error: object) -> None:
         self._progress.stop()
+
+    def _update(self, done: int, total: int) -> None:
+        self._progress.update(self._task, description=self._what, completed=done, total=total)
 
 
 @contextlib.contextmanager
