@@ -607,6 +607,15 @@ def test_swarm_is_shown_as_done_with_the_last_round(number: int, done: bool) -> 
     assert round_line([status_after(commit(number))]).endswith(" · done") is done
 
 
+def test_the_headline_of_an_ordinary_campaign_fits_on_80_columns() -> None:
+    status = replace(
+        status_after(commit(5)), campaign="fairy-tales-english2", campaign_hash="c3e4b015" * 8, round=1840, total_rounds=10000,
+        campaign_step=184_000, total_steps=1_000_000, total_tokens=18_400_000, seconds_left=200_000.0,
+    )
+    headline = shown([status], width=80).splitlines()[0]
+    assert headline == "fairy-tales-english2 c3e4b015   round 1840/10000   18.4M tokens   2d07h left"
+
+
 def test_plain_line_says_trouble_too() -> None:
     line = round_line([status_after(commit(5, owners=(("peer-aaaaaa",), ())))])
     assert "loss 4.500" in line

@@ -147,7 +147,7 @@ def _headline(swarm: SwarmStatus) -> Text:
     line.append(f" {swarm.campaign_hash[:8]}   ", "dim")
     line.append(f"round {swarm.round}/{swarm.total_rounds}", "bold")
     if swarm.total_steps:
-        line.append(f"   step {swarm.campaign_step}/{swarm.total_steps}   {human_count(swarm.total_tokens)} tokens")
+        line.append(f"   {human_count(swarm.total_tokens)} tokens")
     line.append("   ")
     if swarm.assembled:
         line.append(_when_done(swarm), "bold")
