@@ -48,5 +48,5 @@ def show_service(name: UnitName = "spes-p2p", as_json: options.AsJson = False) -
     if as_json:
         print(json.dumps(to_json(found), indent=2))
     else:
-        print(f"{found.unit}: {f'installed, {found.active}' if found.installed else 'not installed'}")
+        print(f"{found.unit}: {found.line}")
         print(f"trainer: {found.trainer.line if found.trainer else 'not running'}")

@@ -1,12 +1,13 @@
 """`spes-p2p service`: a systemd user unit that runs a trainer from login on, or from boot with lingering.
 
-Where no systemd runs for this user, the unit is written, and what is left to do is said.
+Where no systemd runs for this user, the unit is written, and the command that starts the trainer without it is said.
 """
 
 from __future__ import annotations
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -62,6 +63,13 @@ class Service:
     trainer: OwnState | None
     """What the trainer says; None when it does not run."""
 
+    @property
+    def line(self) -> str:
+        """For people."""
+        if self.active == "unknown":
+            return f"{'installed' if self.installed else 'not installed'}; systemd does not answer"
+        return f"installed, {self.active}" if self.installed else "not installed"
+
 
 def unit_path(name: str) -> Path:
     """Return the path of a unit file; .service may follow its name. Raises UserError for a name that systemd does not take."""
@@ -84,8 +92,13 @@ def install(name: str, arguments: Sequence[str], run_dir: Path) -> list[str]:
     _read_ours(path)
     write_whole(path, unit_text(arguments, run_dir, Path.cwd()).encode())
     told = [f"wrote {path}", *_verify(path)]
+    if not _systemctl("daemon-reload"):
+        command = shlex.join(("nohup", sys.executable, "-m", "spes_p2p", "join", *arguments))
+        told.append("systemd does not run here for this user; install again where it does. To start the trainer without it:")
+        told.append(f"{command} > {path.stem}.log 2>&1 &")
+        return told
     # A trainer that runs already would go on with its old arguments if the unit were only started.
-    if _systemctl("daemon-reload") and _systemctl("enable", path.name) and _systemctl("restart", path.name):
+    if _systemctl("enable", path.name) and _systemctl("restart", path.name):
         told.append("started; it starts again at each login")
     else:
         told.append(f"to start it:              systemctl --user daemon-reload && systemctl --user enable --now {path.name}")
