@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 from network_swarm import LocalPeer, LocalPeers, call, free_port, write_variant
+from recorded_run import run_dir
 
 from spes_p2p.client import own_peer
 from spes_p2p.client.own_peer import give_pause_order
@@ -169,11 +170,11 @@ def test_a_pause_that_was_ordered_while_the_trainer_prepared_comes_before_traini
 def test_a_trainer_that_looks_for_its_campaign_can_be_paused_and_leaves_no_trace_if_there_is_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run_dir = tmp_path / "peer"
+    folder = tmp_path / "peer"
 
     @contextlib.asynccontextmanager
     async def nobody(settings: PeerConfig, addresses: Sequence[str]) -> AsyncIterator[None]:
-        ordered = give_pause_order(run_dir, True)
+        ordered = give_pause_order(folder, True)
         assert ordered is not None
         assert (ordered.state, ordered.addresses) == ("preparing", (EXAMPLE_ADDRESS,))
         raise NobodyAnswers("no peer answers")
@@ -181,8 +182,23 @@ def test_a_trainer_that_looks_for_its_campaign_can_be_paused_and_leaves_no_trace
 
     monkeypatch.setattr("spes_p2p.session.run.connected", nobody)
     with pytest.raises(NobodyAnswers):
-        asyncio.run(run_join([EXAMPLE_ADDRESS], make_peer_config(run_dir=run_dir), lambda files, own: None))
-    assert not run_dir.exists()
+        asyncio.run(run_join([EXAMPLE_ADDRESS], make_peer_config(run_dir=folder), lambda files, own: None))
+    assert not folder.exists()
+
+
+def test_who_joins_in_a_bootstrap_peers_run_dir_leaves_it_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = run_dir(tmp_path, [])
+    before = sorted(folder.iterdir())
+
+    @contextlib.asynccontextmanager
+    async def refused(settings: PeerConfig, addresses: Sequence[str]) -> AsyncIterator[None]:
+        raise UserError("a running peer uses this identity")
+        yield
+
+    monkeypatch.setattr("spes_p2p.session.run.connected", refused)
+    with pytest.raises(UserError, match="a running peer"):
+        asyncio.run(run_join([EXAMPLE_ADDRESS], make_peer_config(run_dir=folder), lambda files, own: None))
+    assert sorted(folder.iterdir()) == before
 
 
 def test_a_trainer_that_does_not_run_starts_paused(tmp_path: Path) -> None:

@@ -17,12 +17,13 @@ import time
 from collections.abc import Callable, Sequence
 from datetime import datetime
 
+from spes_p2p.campaign.files import CAMPAIGN_FILE
 from spes_p2p.config.campaign import PeerConfig
 from spes_p2p.observe.events import Event, Observer, Paused, QuotaForecast
 from spes_p2p.observe.metrics import Metrics
 from spes_p2p.peer.leaving import LeaveRequest
 from spes_p2p.session.machine_use import MachineUse
-from spes_p2p.session.own_state import PREPARING, OwnState, StateFile, is_pause_ordered
+from spes_p2p.session.own_state import PREPARING, STATE_FILE, OwnState, StateFile, is_pause_ordered
 from spes_p2p.session.pause_rules import IdleRule, Pause, outside_hours, over_quota, quota_forecast
 from spes_p2p.session.traffic import TrafficMeter
 
@@ -60,8 +61,14 @@ class Pauses:
         """Whether the trainer left to come back."""
         return self.pause is not None and not self.ending.is_made
 
+    def begin(self) -> None:
+        """Say that the trainer prepares, so that it can be paused, unless the run-dir may turn out to be another peer's."""
+        run_dir = self._settings.run_dir
+        if (run_dir / STATE_FILE).exists() or not (run_dir / CAMPAIGN_FILE).exists():
+            self.prepares()
+
     def prepares(self) -> None:
-        """Say that the trainer prepares, so that it can be paused. Raises UserError if another one uses the run-dir."""
+        """Say that the trainer prepares, in its run-dir. Raises UserError if another one uses the run-dir."""
         self._say(PREPARING)
 
     def count(self, daemon_pid: int) -> None:

@@ -190,7 +190,7 @@ async def _join(
     pauses: Pauses,
 ) -> None:
     with made_run_dir(settings.run_dir):
-        pauses.prepares()
+        pauses.begin()
         async with connected(settings, addresses) as (net, dialable):
             ready = await _prepare(net, addresses, settings, on_joined, pauses)
             if await pauses.is_due():
@@ -224,6 +224,7 @@ async def _prepare(
     peers = [peer_of(address) for address in addresses]
     files, genesis = await fetch_campaign(first_contact(net), peers, net.registry, settings.data_dir)
     check_run_dir(files, genesis, settings.run_dir)
+    pauses.prepares()
     pauses.count(net.daemon_pid)
     invitation = admitted(settings, files, genesis, net.identity, trains=True)
     logger.info("found campaign %s; preparing to train", files.campaign.config.name)
