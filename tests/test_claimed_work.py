@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 from exchange_round import LAYOUT, Round, codecs, make_plan_of, member, random_updates, reference
 
 from spes_p2p.campaign.genesis import make_genesis
+from spes_p2p.messages.admission import Invitation
 from spes_p2p.messages.consensus import Ballot, Commit, Workload
 from spes_p2p.messages.rounds import Announcement, Proposal
 from spes_p2p.messages.samples import Cursor, Interval
@@ -102,6 +104,16 @@ def test_bandwidth_counts_up_to_a_few_times_the_median_unless_the_owner_vouches(
     found = clamped({"A": announce(bandwidth=claimed), **honest, "E": announce(bandwidth=0.0)}, chain(""), CAMPAIGN.config)
     assert [found[name].bandwidth for name in "ABCDE"] == [BANDWIDTH_RATIO, 1.0, 1.0, 1.0, 0.0]
     assert clamped({"W": announce(bandwidth=claimed), **honest}, chain(""), CAMPAIGN.config)["W"].bandwidth == claimed
+
+
+def test_strangers_of_an_open_campaign_do_not_move_the_medians() -> None:
+    config = campaign(admission="open").config
+    invitation = Invitation(CAMPAIGN.hash, "", ("trainer",), 0, b"")
+    vouched = {name: announce(bandwidth=100.0, tokens=1, invitation=replace(invitation, roles=("elector",))) for name in "AB"}
+    strangers = {name: announce(bandwidth=1e-3, tokens=1, loss=1e-3) for name in "UVXYZ"}
+    found = clamped(vouched | strangers, chain(""), config)
+    assert [(found[name].bandwidth, found[name].loss) for name in "AB"] == [(100.0, 5.0)] * 2
+    assert clamped(strangers, chain(""), config)["U"].bandwidth == 1e-3
 
 
 WIDE = Layout([TensorSpec("embed", (2**28,), "shared")])

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
+import msgpack
 import pytest
 import uvloop
 from hivemind.dht.routing import DHTID, get_dht_time
@@ -173,11 +174,13 @@ def test_a_record_that_is_found_must_expire_soon_and_be_of_an_admitted_key(tmp_p
         node, now = Node(tmp_path), get_dht_time()
         subkey = MSGPackSerializer.dumps(node.records.local_public_key)
 
-        def record(key: bytes, ttl_s: float) -> DHTRecord:
-            bare = DHTRecord(key, subkey, b"x", now + ttl_s)
+        def record(key: bytes, ttl_s: float, value: bytes = msgpack.packb(b"x")) -> DHTRecord:
+            bare = DHTRecord(key, subkey, value, now + ttl_s)
             return DHTRecord(key, subkey, node.records.sign_value(bare), now + ttl_s)
 
         assert node.records.validate(record(node.key, 20))
+        for wrong in (b"\xc1", b"", msgpack.packb("text"), msgpack.packb([msgpack.ExtType(7, b"")] * 500)):
+            assert not node.records.validate(record(node.key, 20, wrong))
         assert not node.records.validate(record(node.key, 10**9))
         assert not node.records.validate(record(DHTID.generate(source="other").to_bytes(), 20))
 

@@ -18,17 +18,24 @@ from spes_p2p.consensus.control import is_rollback, rollback_commit, signed
 from spes_p2p.consensus.electorate import coordinator_order
 from spes_p2p.consensus.output import Identity
 from spes_p2p.consensus.reform import is_reform, reform_commit
+from spes_p2p.consensus.signed import sign
 from spes_p2p.errors import UserError
 from spes_p2p.messages.admission import Invitation, Role, Standing
+from spes_p2p.messages.codec import pack
 from spes_p2p.messages.consensus import Ballot, CertifiedCommit, Commit, Control, Signed, Workload
 from spes_p2p.messages.framing import Kind
 from spes_p2p.messages.methods import ROUND
-from spes_p2p.messages.rounds import Announcement, Proposal
+from spes_p2p.messages.rounds import Announcement, Proposal, Report
+from spes_p2p.model.layout import Layout, TensorSpec
+from spes_p2p.net.rpc import Stream
 from spes_p2p.observe.events import RoundFailed
 from spes_p2p.peer import collecting
+from spes_p2p.peer.attempt import RoundMember
+from spes_p2p.peer.replica import Replica
 from spes_p2p.rounds.archive import NO_ARCHIVE, Archive
 from spes_p2p.rounds.audits import auditors
 from spes_p2p.rounds.claims import NEWCOMERS_WEIGHT, bounded_strangers
+from spes_p2p.rounds.commit import staged_report
 from spes_p2p.rounds.parts import moved_parts, part_table, weight
 from spes_p2p.rounds.plan import LEAST_NEWCOMERS, NEWCOMER_WEIGHT, Rules, crowded_out, make_plan
 from spes_p2p.rounds.planned import Member, Plan
@@ -536,3 +543,92 @@ def test_a_stranger_that_only_serves_is_refused() -> None:
             life.result()
 
     simulate(main)
+
+
+@pytest.mark.long
+def test_strangers_that_report_at_once_do_not_end_the_wait_for_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three strangers say that they have all results, two vouched trainers need longer than `silence_s` for theirs."""
+    honest, strangers = RoundMember._exchange, "UVX"
+
+    async def exchange(self: RoundMember, stream: Stream, plan: Plan, seconds: dict[str, float]) -> Any:
+        async def report() -> None:
+            exchanges = self._replica.exchanges.by_plan
+            while (plan.id, 0) not in exchanges:
+                await asyncio.sleep(0.02)
+            running = exchanges[plan.id, 0]
+            while True:
+                staged = staged_report(running.results, running.me, self._node.decisions.incarnation)
+                staged = replace(staged, missing=(), parts=b"")
+                await stream.send(pack(Report(sign(staged, self._node.world.identity), ())), kind=Kind.REPORT)
+                await asyncio.sleep(0.05)
+
+        if self._node.peer_id not in strangers:
+            return await honest(self, stream, plan, seconds)
+        lies = asyncio.ensure_future(report())
+        try:
+            return await honest(self, stream, plan, seconds)
+        finally:
+            lies.cancel()
+
+    after = RoundMember._after_refusal
+
+    async def after_refusal(self: RoundMember, coordinator: str, target: Any, attempt: int, *rest: Any) -> Any:
+        if self._node.peer_id not in strangers:
+            return await after(self, coordinator, target, attempt, *rest)
+        await asyncio.sleep(0.1)
+        return attempt
+
+    monkeypatch.setattr(RoundMember, "_exchange", exchange)
+    monkeypatch.setattr(RoundMember, "_after_refusal", after_refusal)
+    matrices = {"gate_up_proj": (16, 8), "down_proj": (8, 8)}
+    wide = Layout([
+        TensorSpec("embed", (125_000, 8), "shared"), TensorSpec("gate", (EXPERTS, 8), "router", 0),
+        *(TensorSpec(f"experts.{e}.{name}", shape, "expert", 0, e) for e in range(EXPERTS) for name, shape in matrices.items()),
+    ])
+
+    async def main() -> list[Commit]:
+        swarm = unaudited_swarm("AB", strangers, layout=wide)
+        for name in "AB" + strangers:
+            swarm.network.set_bandwidth(name, 1e6, 1e6)
+            swarm.start(name, bandwidth=1e6)
+        await asyncio.sleep(100)
+        return list(swarm.nodes["W"].log.recent(swarm.nodes["W"].log.round))[:-1]
+
+    commits = simulate(main, 1000.0)
+    assert len(commits) >= 3
+    assert all({"A", "B"} <= set(commit.members) for commit in commits)
+
+
+@pytest.mark.long
+def test_strangers_that_announce_before_the_coordinator_has_the_last_base_do_not_have_the_round(
+    monkeypatch: pytest.MonkeyPatch
+) -> None:
+    advance, strangers = Replica.advance, "UVX"
+
+    async def slowly(self: Replica) -> Any:
+        if self.node.peer_id not in strangers:
+            await asyncio.sleep(1)
+        return await advance(self)
+
+    monkeypatch.setattr(Replica, "advance", slowly)
+
+    async def main() -> list[Commit]:
+        swarm = unaudited_swarm("AB", strangers, seconds_per_step=4.0)
+        for name in "AB" + strangers:
+            swarm.start(name, speed=1e4 if name in strangers else 1.0)
+        await asyncio.sleep(200)
+        return list(swarm.nodes["W"].log.recent(swarm.nodes["W"].log.round))[:-1]
+
+    commits = simulate(main, 1000.0)
+    assert len(commits) >= 3
+    assert all({"A", "B"} <= set(commit.members) for commit in commits)
+
+
+def unaudited_swarm(vouched: str, strangers: str, **options: Any) -> VirtualSwarm:
+    """A swarm with a bootstrap peer, without audits, in which these have yet to start."""
+    sync = {"min_peers": len(vouched) + len(strangers), "audited_share": 0.0}
+    swarm = VirtualSwarm(campaign(total_steps=10**6, admission="open", sync=sync), **options)
+    for name in vouched:
+        swarm.invitations[name] = swarm.invitation(name, ("trainer", "elector"))
+    swarm.start_bootstrap()
+    return swarm

@@ -155,7 +155,7 @@ class StagedReports:
                     return
                 await self._ask_in_full([names[i] for i in unclear])
                 half_at = now  # they get the same time once more
-            elif half_at is None and (self._has_half(range(len(names))) or (now - started > known_s and self._has_half(known))):
+            elif half_at is None and (self._has_half(decisive) or (now - started > known_s and self._has_half(known))):
                 half_at = now
             elif (half_at is not None and now - half_at > self._patience(half_at - started)) or left_s == 0:
                 self._end_wait(is_in_vain=True)

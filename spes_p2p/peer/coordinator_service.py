@@ -225,8 +225,9 @@ class CoordinatorService:
 
     def _pace(self, steps: Mapping[str, int]) -> Collection[str]:
         """Return those of the peers with steps that decide how long the others may take."""
-        plan = self._last_plan()
-        return (pacemakers(plan.members) & steps.keys() if plan is not None else ()) or steps.keys()
+        plan, last = self._last_plan(), self._node.log.last
+        known = {last.members[i] for i in last.vouched} if plan is None else pacemakers(plan.members)
+        return known & steps.keys() or steps.keys()
 
     def _last_plan(self) -> Plan | None:
         """Return the plan of the last commit, if this peer has that commit's base."""

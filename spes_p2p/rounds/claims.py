@@ -13,6 +13,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from spes_p2p.config.campaign import CampaignConfig
+from spes_p2p.consensus.admission import standing_of
 from spes_p2p.consensus.control import is_rollback
 from spes_p2p.data.slices import end_of, union
 from spes_p2p.messages.consensus import Commit
@@ -80,13 +81,18 @@ def outstanding(recent: Iterable[Commit], peer: str, overlap: bool) -> Outstandi
 def clamped(
     announcements: Mapping[str, Announcement], recent: Sequence[Commit], config: CampaignConfig
 ) -> dict[str, Announcement]:
-    """Return the announcements with tokens, samples, bandwidths and losses within their bounds. `recent`: see `outstanding`."""
+    """Return the announcements with tokens, samples, bandwidths and losses within their bounds. `recent`: see `outstanding`.
+
+    Medians are those of all but the strangers, unless these are alone.
+    """
     found = {peer: _with_outstanding(each, outstanding(recent, peer, config.sync.overlap), config)
              for peer, each in announcements.items()}
     helpers, lost = recent[0].helpers, lately_lost(recent) | disputed(recent, announcements, config.admission)
-    rates = [each.bandwidth for each in found.values() if each.bandwidth > 0]
+    rule = config.admission
+    known = [each for peer, each in found.items() if standing_of(rule, peer, each.invitation, helpers) != "newcomer"]
+    rates = [each.bandwidth for each in known or found.values() if each.bandwidth > 0]
     fastest = BANDWIDTH_RATIO * statistics.median_low(rates) if rates else 0.0
-    losses = [each.loss for each in found.values() if each.tokens]
+    losses = [each.loss for each in known or found.values() if each.tokens]
     highest = LOSS_RATIO * statistics.median_low(losses) if losses else 0.0
     return {
         peer: replace(
