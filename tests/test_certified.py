@@ -18,7 +18,7 @@ from spes_p2p.client.dashboard.view import swarm_view
 from spes_p2p.client.proven import learn_commits
 from spes_p2p.consensus.commit_log import CommitLog
 from spes_p2p.messages.presence import Contribution, Named, PeerStatus, RoundRecord
-from spes_p2p.observe.events import Evaluated
+from spes_p2p.observe.events import Evaluated, PromptsContinued
 from spes_p2p.observe.rounds import totals_of
 from spes_p2p.peer.history_sync import pages
 from spes_p2p.rounds.certified import Hearsay, certified
@@ -196,6 +196,26 @@ def test_a_dashboard_shows_the_held_out_loss_that_comes_after_the_last_commit(tm
         swarm.histories["W"].record(Evaluated(status.round, 4.25))
         await _learn_rounds(client, chronicle, [replace(status, validation_round=status.round)], history)
         assert history.rounds.records[status.round].validation_loss == 4.25
+
+    simulate(main)
+
+
+def test_a_dashboard_shows_what_the_model_wrote_of_a_round_long_ago(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("spes_p2p.client.dashboard.poll.TIMELINE_ROUNDS", 1)
+
+    async def main() -> None:
+        swarm = RememberingSwarm(tmp_path, total_steps=100)
+        await swarm.begin()
+        await swarm.until_round(5)
+        client: Any = Client(swarm, "C")
+        chronicle, history = Chronicle(client, swarm.campaign.config), SwarmHistory()
+        await learn_commits(client.endpoint, client.log, "W")
+        status = PeerStatus("W", "helper", "c", "h", 20, round=client.log.round, base_digest="d")
+        await _learn_rounds(client, chronicle, [status], history)
+        swarm.histories["W"].record(PromptsContinued(1, ("there was",)))
+        later = replace(status, round=status.round + 1, continuations=("there was",))
+        await _learn_rounds(client, chronicle, [later], history)
+        assert history.rounds.records[1].continuations == ("there was",)
 
     simulate(main)
 

@@ -17,6 +17,7 @@ from spes_p2p.config.addresses import is_peer_address, peer_of
 from spes_p2p.config.campaign import CampaignConfig
 from spes_p2p.errors import UserError
 from spes_p2p.messages.consensus import Control
+from spes_p2p.messages.fields import Continuations
 from spes_p2p.messages.presence import HistoryPage, PeerStatus, RoundRecord
 from spes_p2p.observe.json_values import to_json
 from spes_p2p.observe.rounds import Rounds, totals_of
@@ -111,6 +112,8 @@ class SwarmHistory:
     """The owner's newest control record."""
     asked_at: dict[str, tuple[int, int]] = field(default_factory=dict)
     """By peer: the round and the evaluated round in its status at the last history request."""
+    wrote: dict[str, Continuations] = field(default_factory=dict)
+    """By peer: the continuations in its status when all of its rounds were last read."""
 
     def add(self, page: HistoryPage, now: float, is_measured: bool = True) -> tuple[RoundRecord, ...]:
         """Add a page received at `now` (Unix time); return its records by the local clock.
@@ -226,8 +229,10 @@ async def _learn_all(
 
 async def _learn_newest(swarm: SwarmConnection, chronicle: Chronicle, status: PeerStatus, history: SwarmHistory) -> None:
     peer = status.peer_id
-    if peer not in history.asked_at and status.continuations:  # what the model wrote earlier only this peer has
+    if status.continuations and history.wrote.get(peer) != status.continuations:
+        # Only this peer has what the model wrote, and for which round, which may be long ago.
         await _learn_all(swarm, chronicle, peer, history, is_measured=False)
+        history.wrote[peer] = status.continuations
     page = await anext(chronicle.pages(swarm, peer, max(-1, status.round - TIMELINE_ROUNDS - 1)), None)
     if page is None:
         return
