@@ -144,7 +144,7 @@ def test_held_out_documents_that_are_trained_on_are_counted_and_refused_if_there
 def test_files_that_a_shell_lists_after_an_option_need_the_option_again(tmp_path: Path) -> None:
     ended = call("init", str(tmp_path / "c"), "--text", WORDNET, HELD_OUT, "--tokenizer", TOKENIZER)
     assert (ended.code, ended.stderr.count("\n")) == (2, 1)
-    assert f"({HELD_OUT}); give an option again for each further value; see spes-p2p --help" in ended.stderr
+    assert f"({HELD_OUT}); give an option again for each further value; see spes-p2p init --help" in ended.stderr
 
 
 def test_the_manifests_say_where_the_token_files_will_be_published(tmp_path: Path) -> None:

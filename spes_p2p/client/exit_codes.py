@@ -41,7 +41,8 @@ def exit_with(command: Callable[[], int | None]) -> NoReturn:
             problem = error.format_message().rstrip(".")
             if "unexpected extra argument" in problem:  # of `--text *.jsonl`, the option takes the first file only
                 problem += "; give an option again for each further value"
-            _fail(f"{problem}; see spes-p2p --help")
+            context = getattr(error, "ctx", None)
+            _fail(f"{problem}; see {context.command_path if context else 'spes-p2p'} --help")
         raise
 
 

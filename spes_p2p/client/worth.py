@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from spes_p2p.campaign.files import CampaignFiles, read_run_dir
+from spes_p2p.config.model import ModelSection
 from spes_p2p.errors import UserError
 from spes_p2p.rounds.gate import effect_of
 from spes_p2p.session.apart import run_apart
@@ -97,16 +98,28 @@ def _files(run_dir: Path, data_dirs: Sequence[Path]) -> CampaignFiles:
 
 
 def _measured_or_kept(run_dir: Path, experts: tuple[int, ...], data_dirs: tuple[Path, ...]) -> Worth:
-    os.nice(LOWEST_PRIORITY - os.nice(0))
+    files = _files(run_dir, data_dirs)
+    _check_that_others_suffice(files.campaign.config.model, experts)
     _, base = load_run_dir_base(run_dir)
     kept = _kept(run_dir / WORTH_FILE)
     if kept is not None and (kept.digest, kept.experts) == (base.digest, experts):
         return kept
-    losses, without = masked_losses(_files(run_dir, data_dirs), run_dir, base.values, experts)
+    # Only now: beside a trainer, this process may wait for minutes.
+    os.nice(LOWEST_PRIORITY - os.nice(0))
+    losses, without = masked_losses(files, run_dir, base.values, experts)
     loss, effect = float(losses.mean()), effect_of(losses, without)
     found = Worth(max(0, base.round), base.digest, experts, len(losses), loss, loss + effect.nats, effect.error)
     write_whole(run_dir / WORTH_FILE, json.dumps(asdict(found)).encode())
     return found
+
+
+def _check_that_others_suffice(model: ModelSection, experts: Sequence[int]) -> None:
+    from spes_p2p.model.shape import shape_of
+
+    top_k = shape_of(model).top_k
+    if model.moe_num_experts - len(experts) < top_k:
+        raise UserError(f"this trainer owns {len(experts)} of {model.moe_num_experts} experts: without them a token "
+                        f"does not find the {top_k} that it is sent to, so their worth cannot be measured")
 
 
 def _kept(path: Path) -> Worth | None:
@@ -124,15 +137,10 @@ def masked_losses(
     from spes_p2p.model.build import layout_of
     from spes_p2p.model.masking import without_experts
     from spes_p2p.model.partitioned import PartitionedExperts
-    from spes_p2p.model.shape import shape_of
     from spes_p2p.training.options import TrainingOptions
     from spes_p2p.training.trainer import TorchTrainer
 
     config = files.campaign.config
-    top_k = shape_of(config.model).top_k
-    if config.model.moe_num_experts - len(experts) < top_k:
-        raise UserError(f"this trainer owns {len(experts)} of {config.model.moe_num_experts} experts: without them a token "
-                        f"does not find the {top_k} that it is sent to, so their worth cannot be measured")
     layout = layout_of(config.model)
     shelf = open_text(files, run_dir, None)
     if missing_held_out(files, shelf):
