@@ -18,7 +18,7 @@ from spes_p2p.client.dashboard.view import swarm_view
 from spes_p2p.client.proven import learn_commits
 from spes_p2p.consensus.commit_log import CommitLog
 from spes_p2p.messages.presence import Contribution, Named, PeerStatus, RoundRecord
-from spes_p2p.observe.events import Evaluated, PromptsContinued
+from spes_p2p.observe.events import Evaluated, Event, PromptsContinued
 from spes_p2p.observe.rounds import totals_of
 from spes_p2p.peer.history_sync import pages
 from spes_p2p.rounds.certified import Hearsay, certified
@@ -183,25 +183,26 @@ def test_a_dashboard_credits_nobody_for_a_lie(tmp_path: Path, is_helper_there: b
     simulate(main)
 
 
-def test_a_dashboard_shows_the_held_out_loss_that_comes_after_the_last_commit(tmp_path: Path) -> None:
-    async def main() -> None:
-        swarm = RememberingSwarm(tmp_path, total_steps=100)
-        await swarm.begin()
-        await swarm.until_round(5)
-        client: Any = Client(swarm, "C")
-        chronicle, history = Chronicle(client, swarm.campaign.config), SwarmHistory()
-        await learn_commits(client.endpoint, client.log, "W")
-        status = PeerStatus("W", "helper", "c", "h", 20, round=client.log.round, base_digest="d")
-        await _learn_rounds(client, chronicle, [status], history)
-        swarm.histories["W"].record(Evaluated(status.round, 4.25))
-        await _learn_rounds(client, chronicle, [replace(status, validation_round=status.round)], history)
-        assert history.rounds.records[status.round].validation_loss == 4.25
-
-    simulate(main)
+LATER: dict[str, tuple[Callable[[int], Event], Callable[[PeerStatus], PeerStatus], int, dict[str, Any]]] = {
+    "a held-out loss of the last round": (
+        lambda newest: Evaluated(newest, 4.25), lambda status: replace(status, validation_round=status.round), -1,
+        {"validation_loss": 4.25},
+    ),
+    "what the model wrote of a round long ago": (
+        lambda newest: PromptsContinued(1, ("there was",)),
+        lambda status: replace(status, round=status.round + 1, continuations=("there was",)), 1,
+        {"continuations": ("there was",)},
+    ),
+}
+"""What a peer records later, its status then, and the round and fields of the record that a dashboard must have."""
 
 
-def test_a_dashboard_shows_what_the_model_wrote_of_a_round_long_ago(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("what", LATER)
+def test_a_dashboard_shows_what_comes_after_it_has_read_the_rounds(
+    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("spes_p2p.client.dashboard.poll.TIMELINE_ROUNDS", 1)
+    event, later, round_number, expected = LATER[what]
 
     async def main() -> None:
         swarm = RememberingSwarm(tmp_path, total_steps=100)
@@ -212,10 +213,10 @@ def test_a_dashboard_shows_what_the_model_wrote_of_a_round_long_ago(tmp_path: Pa
         await learn_commits(client.endpoint, client.log, "W")
         status = PeerStatus("W", "helper", "c", "h", 20, round=client.log.round, base_digest="d")
         await _learn_rounds(client, chronicle, [status], history)
-        swarm.histories["W"].record(PromptsContinued(1, ("there was",)))
-        later = replace(status, round=status.round + 1, continuations=("there was",))
-        await _learn_rounds(client, chronicle, [later], history)
-        assert history.rounds.records[1].continuations == ("there was",)
+        swarm.histories["W"].record(event(status.round))
+        await _learn_rounds(client, chronicle, [later(status)], history)
+        shown = history.rounds.records[status.round if round_number < 0 else round_number]
+        assert {name: getattr(shown, name) for name in expected} == expected
 
     simulate(main)
 
