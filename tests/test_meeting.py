@@ -39,7 +39,7 @@ def test_who_came_too_late_and_is_dead_holds_up_one_round_at_most() -> None:
         await swarm.until(lambda: swarm.round_of("B") >= 3)
         swarm.kill("B")
         late = swarm.peers["A"].coordinators.too_late
-        late.add("B")
+        late.add("B", swarm.nodes["A"].log.last)
         await swarm.until(lambda: not late.peers)
         began, round_number = asyncio.get_running_loop().time(), swarm.round_of("A")
         await swarm.until(lambda: swarm.round_of("A") >= round_number + 20)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, get_args
 
@@ -19,6 +19,7 @@ from spes_p2p.consensus.electorate import coordinator_order
 from spes_p2p.consensus.output import Identity
 from spes_p2p.consensus.reform import is_reform, reform_commit
 from spes_p2p.consensus.signed import sign
+from spes_p2p.content.relay import Relay
 from spes_p2p.errors import UserError
 from spes_p2p.messages.admission import Invitation, Role, Standing
 from spes_p2p.messages.codec import pack
@@ -31,7 +32,10 @@ from spes_p2p.net.rpc import Stream
 from spes_p2p.observe.events import RoundFailed
 from spes_p2p.peer import collecting
 from spes_p2p.peer.attempt import RoundMember
+from spes_p2p.peer.gathering import MAX_LATE, LateArrivals
 from spes_p2p.peer.replica import Replica
+from spes_p2p.peer.transfers import Transfers
+from spes_p2p.rounds import parts
 from spes_p2p.rounds.archive import NO_ARCHIVE, Archive
 from spes_p2p.rounds.audits import auditors
 from spes_p2p.rounds.claims import NEWCOMERS_WEIGHT, bounded_strangers
@@ -57,6 +61,12 @@ RECENT = [replace(
 """After a commit that gave A a phase of the usual length, and X one four times as long."""
 AUDITED = [replace(RECENT[0], vouched=(0,))]
 """The same commit with an auditor: A."""
+MATRICES = {"gate_up_proj": (16, 8), "down_proj": (8, 8)}
+WIDE = Layout([
+    TensorSpec("embed", (125_000, 8), "shared"), TensorSpec("gate", (EXPERTS, 8), "router", 0),
+    *(TensorSpec(f"experts.{e}.{name}", shape, "expert", 0, e) for e in range(EXPERTS) for name, shape in MATRICES.items()),
+])
+"""With a large shared matrix."""
 ELECTOR: tuple[Role, ...] = ("trainer", "elector")
 
 STANDINGS: tuple[Standing, ...] = get_args(Standing)
@@ -387,6 +397,36 @@ def test_complaints_of_strangers_take_no_parts_from_a_reducer(are_waited_for: bo
     simulate(main)
 
 
+@pytest.mark.parametrize(
+    ("layout", "bandwidth"), [(LAYOUT, 1.0), pytest.param(WIDE, 0.012, marks=pytest.mark.long)],
+    ids=["as-fast-as-announced", "faster-than-announced"],
+)
+def test_a_stranger_on_a_slow_line_that_holds_its_updates_back_takes_no_parts_from_reducers(
+    layout: Layout, bandwidth: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may take minutes for one part, the others complain of each other after seconds, and its account lasts as long."""
+    honest = Transfers._send_update
+
+    async def held(self: Transfers, *update: Any) -> Any:
+        if self.context.names[self.context.me] == "X":
+            await asyncio.sleep(60)
+        return await honest(self, *update)
+
+    monkeypatch.setattr(Transfers, "_send_update", held)
+    monkeypatch.setattr(parts, "SLOWEST_BYTES_PER_S", 10.0)
+
+    async def main() -> list[Commit]:
+        swarm = unaudited_swarm("AB", "XY", seconds_per_step=100.0, layout=layout)
+        for name in "ABXY":
+            swarm.start(name, bandwidth=1e-12 if name == "X" else bandwidth)
+        await swarm.until(lambda: swarm.round_of("A") >= 4, 6000)
+        return [decided.commit for decided in swarm.nodes["W"].log.since(0)]
+
+    for commit in simulate(main, 10_000.0):
+        assert not commit.lost
+        assert {"A", "B", "Y"} <= {commit.members[i] for i in commit.heard}
+
+
 async def seconds_of_rounds(kind: AttackKind | None, vouched: str, rounds: int = 10) -> float:
     """Return how long rounds after the first ones take vouched trainers, with two strangers of this kind, and an honest one."""
     swarm = VirtualSwarm(
@@ -421,12 +461,45 @@ def test_strangers_that_are_late_in_every_round_hold_up_all_rounds_together_by_a
 def test_a_round_has_room_for_as_many_newcomers_as_for_others() -> None:
     others: dict[str, Standing] = {f"known-{i}": "proven" for i in range(40)}
     newcomers: dict[str, Standing] = {f"new-{i:03d}": "newcomer" for i in range(100)}
-    services = {"new-099": Service(3), "new-050": Service(1)}
-    out = crowded_out(others | newcomers, services, "c")
-    assert len(newcomers) - len(out) == len(others)
-    assert not out & {*others, *services}
-    assert out != crowded_out(others | newcomers, services, "d"), "it is each newcomer's turn some time"
-    assert len(newcomers) - len(crowded_out(newcomers, services, "c")) == LEAST_NEWCOMERS
+    working = [peer for peer in newcomers if peer < "new-030"]
+    services = dict.fromkeys(working, Service(1)) | {"new-029": Service(3)} | dict.fromkeys(list(newcomers)[30:], Service(9))
+    first, second = (replace(RECENT[0], round=i, members=tuple(working), heard=tuple(range(30))) for i in range(2))
+    out = crowded_out(others | newcomers, services, first)
+    stay = newcomers.keys() - out
+    assert len(stay) == len(others)
+    assert "new-029" in stay
+    assert 20 <= len(stay.intersection(working)) < 30, "half of the room is for those who worked, half is drawn"
+    assert out != crowded_out(others | newcomers, services, second), "it is each newcomer's turn some time"
+    assert len(newcomers) - len(crowded_out(newcomers, services, first)) == LEAST_NEWCOMERS
+
+
+def test_strangers_that_come_late_take_no_electors_place() -> None:
+    late, commit = LateArrivals(), replace(RECENT[0], electorate=("A",))
+    for i in range(2 * MAX_LATE):
+        late.add(f"new-{i}", commit)
+    assert len(late.peers) == MAX_LATE
+    late.add("A", commit)
+    assert "A" in late.peers
+
+
+def test_nobody_known_waits_for_a_stranger_that_hands_on_a_record(monkeypatch: pytest.MonkeyPatch) -> None:
+    honest, orders = Relay.addressed, list[tuple[Kind, str]]()
+
+    def addressed(self: Relay, kind: Kind, record: bytes, receivers: Sequence[str], plan: str) -> Any:
+        orders.append((kind, "".join(receivers)))
+        return honest(self, kind, record, receivers, plan)
+
+    monkeypatch.setattr(Relay, "addressed", addressed)
+
+    async def main() -> None:
+        swarm = unaudited_swarm("YZ", "ABC")
+        for name in "ABCYZ":
+            swarm.start(name)
+        await swarm.until(lambda: swarm.round_of("Y") >= 2, 400)
+
+    simulate(main)
+    assert {order for kind, order in orders if kind == Kind.PROPOSAL and len(order) == 6} == {"WYZABC"}
+    assert {order for kind, order in orders if kind == Kind.DECIDED and len(order) == 6} == {"WYZABC"}
 
 
 class Announces(Tamper):
@@ -439,6 +512,20 @@ class Announces(Tamper):
         if (frame.method, frame.is_answer, frame.kind) != (ROUND, False, Kind.MESSAGE):
             return frame
         return changed(frame, Signed, lambda signed: altered(signed, self._identity, self._identity, **self._changes))
+
+
+def test_a_stranger_that_counts_attempts_hides_no_straggler_delays() -> None:
+    async def main() -> int:
+        swarm = unaudited_swarm("AB", "X")
+        swarm.around["X"] = lambda world: tampered(Liar(world, swarm.campaign.config), Announces(world.identity, attempt=3))
+        for name in "ABX":
+            swarm.start(name)
+        await swarm.until(lambda: swarm.round_of("A") >= 3, 400)
+        plan = swarm.peers["A"].replica.base.plan
+        assert plan is not None and len(plan.members) == 4
+        return len(plan.proposal.straggler_delay)
+
+    assert simulate(main) == 2
 
 
 @pytest.mark.long
@@ -580,14 +667,9 @@ def test_strangers_that_report_at_once_do_not_end_the_wait_for_the_others(monkey
 
     monkeypatch.setattr(RoundMember, "_exchange", exchange)
     monkeypatch.setattr(RoundMember, "_after_refusal", after_refusal)
-    matrices = {"gate_up_proj": (16, 8), "down_proj": (8, 8)}
-    wide = Layout([
-        TensorSpec("embed", (125_000, 8), "shared"), TensorSpec("gate", (EXPERTS, 8), "router", 0),
-        *(TensorSpec(f"experts.{e}.{name}", shape, "expert", 0, e) for e in range(EXPERTS) for name, shape in matrices.items()),
-    ])
 
     async def main() -> list[Commit]:
-        swarm = unaudited_swarm("AB", strangers, layout=wide)
+        swarm = unaudited_swarm("AB", strangers, layout=WIDE)
         for name in "AB" + strangers:
             swarm.network.set_bandwidth(name, 1e6, 1e6)
             swarm.start(name, bandwidth=1e6)

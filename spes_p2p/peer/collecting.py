@@ -171,23 +171,28 @@ class StagedReports:
     def _stalled_reducers(self, now: float) -> list[int]:
         """Return the reducers about which half of the members complain, and all that contribute to their parts, or for long.
 
-        A reducer that waits for a slow contributor is not complained about by that one. In a round with cells, its neighbours
-        count in place of the members. Strangers do not count: anybody can be as many as they like. Of several reducers, those
-        come first that wait for nobody themselves.
+        A reducer that waits for a slow contributor is not complained about by that one. Strangers do not count, since anybody
+        can be as many as they like; so where strangers contribute, a reducer may wait for them, and complaints count only once
+        they are old. In a round with cells, its neighbours count in place of the members. Of several reducers, those come first
+        that wait for nobody themselves. Who has reported complains no more.
         """
         known = trusted(self.results.plan.members)
         names, alive = [member.peer for member in self.results.plan.members], self._members.alive
+        complaints = {
+            reducer: {i: at for i, at in since.items() if i not in self.staged} for reducer, since in self._complaints.items()
+        }
         stalled = []
-        for reducer, since in self._complaints.items():
+        for reducer, since in complaints.items():
             its = [part for part in self.results.parts if part.reducer == reducer]
             children = {i for part in its for i in range(len(names)) if part.parent(i) == reducer}
             living = {i for i in known & (children or known) if names[i] in alive and i != reducer}
-            concerned = {i for part in its for i in part.inputs} & living
-            patience_s = 0.0 if concerned <= since.keys() else COMPLAINT_SILENCES * self._sync.silence_s
+            inputs = {i for part in its for i in part.inputs}
+            are_agreed = inputs <= known and inputs & living <= since.keys()
+            patience_s = 0.0 if are_agreed else COMPLAINT_SILENCES * self._sync.silence_s
             by = [i for i in since.keys() & living if now - since[i] >= patience_s]
             if names[reducer] in alive and by and 2 * len(by) >= len(living):
                 stalled.append(reducer)
-        waiting = {i for reducer, since in self._complaints.items() if names[reducer] in alive for i in since}
+        waiting = {i for reducer, since in complaints.items() if names[reducer] in alive for i in since}
         return [reducer for reducer in stalled if reducer not in waiting] or stalled
 
     def _drop(self, reducer: int) -> None:

@@ -71,7 +71,9 @@ class Coordination:
             decided = await self._decide()
             self._node.decisions.learn(decided)
             commit = decided.commit
-            self._decided_to = self._node.relay.addressed(Kind.DECIDED, pack(decided), commit.members, commit.plan)
+            known = {*commit.electorate, *(commit.members[i] for i in commit.vouched)}
+            receivers = known_first(commit.members, known)
+            self._decided_to = self._node.relay.addressed(Kind.DECIDED, pack(decided), receivers, commit.plan)
             self._decided.set_result(decided)
             await self._notify_electors(decided)
         except (AttemptFailed, Refused, WireError, UserError) as error:
@@ -100,7 +102,7 @@ class Coordination:
         """Serve one member's stream, from its announcement, which is `signed`, to the decided commit."""
         check_announced(stream.remote, announcement, self.parent, self._node.peer_id, self._node.rules)
         if self._plan.done():
-            self._context.too_late.add(stream.remote)
+            self._context.too_late.add(stream.remote, self.parent)
             raise Refused(Code.CLOSED, "the plan of this attempt is made")
         self._members.join(stream, announcement, signed)
         try:
@@ -175,8 +177,9 @@ class Coordination:
                 self._context, self._members, Results.empty(plan, self._replica.layout, self._replica.codecs)
             )
             self._node.meet_members(plan)
-            members = [member.peer for member in plan.members]
-            self._proposal_to = self._node.relay.addressed(Kind.PROPOSAL, pack(plan.proposal), members, self.parent.plan)
+            known = {member.peer for member in plan.members if not member.is_stranger}
+            receivers = known_first([member.peer for member in plan.members], known)
+            self._proposal_to = self._node.relay.addressed(Kind.PROPOSAL, pack(plan.proposal), receivers, self.parent.plan)
             self._plan.set_result(plan)
             await self._reports.wait()
             results = self._reports.results
@@ -200,7 +203,7 @@ class Coordination:
         }
         services = node.log.services(self.parent.round)
         standings = standings_of(there, node.log.recent(self.parent.round), services, node.rules.config)
-        for peer in crowded_out(standings, services, self.parent.id):
+        for peer in crowded_out(standings, services, self.parent):
             del there[peer]
         if not any(announcement.trains for announcement in there.values()):
             raise AttemptFailed("no trainer is left")
@@ -234,6 +237,11 @@ class Coordination:
         outside = sorted(set(self.parent.electorate) - set(decided.commit.members))
         asked = (endpoint.ask(elector, DECIDE, request, endpoint.silence_s) for elector in outside)
         await asyncio.gather(*asked, return_exceptions=True)
+
+
+def known_first(members: Iterable[str], known: Collection[str]) -> list[str]:
+    """Return the receivers of a record such that strangers hand it on to strangers only: one may keep it to itself."""
+    return sorted(members, key=lambda peer: peer not in known)
 
 
 def fitting(signed: Iterable[Signed], budget_bytes: int, first: Collection[str] = ()) -> tuple[Signed, ...]:

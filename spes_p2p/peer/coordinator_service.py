@@ -106,7 +106,7 @@ class CoordinatorService:
         self._check_same_campaign(announcement)
         self._node.check_admission(stream.remote, announcement.trains, announcement.invitation, log.last.control)
         if announcement.round <= log.round:
-            self.too_late.add(stream.remote)
+            self.too_late.add(stream.remote, log.last)
             raise Refused(Code.BEHIND, f"round {announcement.round} is decided", round=log.round)
         if announcement.round > log.round + 1:
             self._node.check_claim(stream.remote, announcement.round - 1)

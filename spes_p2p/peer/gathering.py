@@ -28,7 +28,7 @@ LOOK_S = 1e-5
 WAITING_SHARE = 0.25
 """Ping missing members often once this share of the expected ones wait for them, or a quorum."""
 MAX_LATE = 64
-"""Wait for at most this many late arrivals."""
+"""Wait for at most this many late arrivals that may be anybody."""
 
 
 class AttemptFailed(Exception):
@@ -46,9 +46,9 @@ class LateArrivals:
         self.courtesy = Courtesy(LATE_SHARE)
         """The time for them."""
 
-    def add(self, peer: str) -> None:
-        """Wait for this peer in the next round."""
-        if len(self.peers) < MAX_LATE:
+    def add(self, peer: str, commit: Commit) -> None:
+        """Wait for this peer in the round after a commit; of those that are neither its electors nor helpers, for MAX_LATE."""
+        if len(self.peers) < MAX_LATE or peer in commit.electorate or peer in commit.helpers:
             self.peers.add(peer)
 
 
@@ -225,11 +225,11 @@ class Gathering:
 
     def arrivals(self, members: Iterable[str]) -> tuple[float, ...]:
         """Return the straggler delay of each member that sets the pace; unknown, thus empty, after a failed attempt."""
-        if self._quorum_at is None or any(self.announced[peer].attempt for peer in members):
+        timed = [peer for peer in members if peer in self._context.pace]
+        if self._quorum_at is None or any(self.announced[peer].attempt for peer in timed):
             return ()
         began = self._context.phase_began
         quorum_s = self._quorum_at - began
-        timed = [peer for peer in members if peer in self._context.pace]
         return tuple(straggler_delay(self._done_at[peer] - began, quorum_s) for peer in timed)
 
     def _expected(self) -> dict[str, int]:

@@ -46,7 +46,8 @@ STRANGERS_SHARE = 0.1
 """Strangers' lines may be slower than all others' by this share of a round, as far as this reducer's `Courtesy` goes; beyond
 it, their work stays pending."""
 STRANGERS_SILENCES = 3.0
-"""After this many times `silence_s` without another update of a stranger, none is waited for: complaints need four."""
+"""After this many times `silence_s` in which only strangers are awaited and no sum is complete, none is waited for: after four,
+members' complaints take this reducer's parts (`StagedReports`)."""
 
 ANY_RATE = 1.0
 """Bytes per second, for a sender that counts as stalled only when nothing comes."""
@@ -101,8 +102,8 @@ class Reducer:
         """Members that opened a stream for their updates."""
         self._finished_pushing: set[int] = set()
         """Those of them whose stream has ended."""
-        self._counted_at = -math.inf
-        """Loop time at which the last updates were signed."""
+        self._counted_at = self._closed_at = -math.inf
+        """Loop times at which the last updates were signed, and the last sum was closed."""
         self._deadlines: dict[int, Deadline] = {}
         """By contributor: the time until which more of its updates must arrive."""
         self._hubs = {hub for part in self._mine.values() for hub in part.summing}
@@ -138,6 +139,8 @@ class Reducer:
         started, me = clock(), self.context.me
         strangers = set(range(len(self.context.names))) - trusted(self.context.plan.members)
         wait: Wait | None = None
+        alone_at: float | None = None
+        """Loop time since when only strangers are awaited."""
         self._close_complete()
         taking = asyncio.create_task(self._take_own_cells())
         try:
@@ -159,9 +162,10 @@ class Reducer:
                 if wait is not None and not awaited:
                     wait.end(is_in_vain=False, at=self._counted_at)
                     wait = None
-                if wait is None and awaited and awaited <= strangers and waited_s >= self.context.trusted_s - EARLY_S:
+                alone_at = (alone_at or clock()) if awaited and awaited <= strangers else None
+                if wait is None and alone_at is not None and waited_s >= self.context.trusted_s - EARLY_S:
                     wait = self._begin_wait(waited_s)
-                if wait is not None and (not wait.left_s() or self._are_strangers_quiet(wait)):
+                if (wait is not None and not wait.left_s()) or (alone_at is not None and self._is_quiet_since(alone_at)):
                     lost |= strangers
                 if waited_s >= PUSH_SHARE * self.context.timeout_s:
                     lost |= set(self.context.others) - self._hubs
@@ -193,9 +197,9 @@ class Reducer:
         most_s = max(known_s + context.endpoint.silence_s, STRANGERS_SHARE * context.round_s)
         return context.strangers.begin(most_s, LEAST_SHARE * context.round_s)
 
-    def _are_strangers_quiet(self, wait: Wait) -> bool:
-        """Return whether no update of strangers has come for so long that members are about to complain about this reducer."""
-        since = max(wait.began, self._counted_at)
+    def _is_quiet_since(self, alone_at: float) -> bool:
+        """Return whether so long after `alone_at` no sum was closed that members' complaints are about to count."""
+        since = max(alone_at, self._closed_at)
         return asyncio.get_running_loop().time() - since >= STRANGERS_SILENCES * self.context.endpoint.silence_s
 
     def _push_due_at(self, contributor: int, started: float) -> float:
@@ -305,6 +309,7 @@ class Reducer:
 
     def _close(self, key: int) -> None:
         self._closed.add(key)
+        self._closed_at = asyncio.get_running_loop().time()
         self._waiting.append(self._sums[key])
         self._news.set()
 

@@ -198,18 +198,20 @@ def standings_of(
     }
 
 
-def crowded_out(standings: Mapping[str, Standing], services: Mapping[str, Service], parent: str) -> frozenset[str]:
+def crowded_out(standings: Mapping[str, Standing], services: Mapping[str, Service], parent: Commit) -> frozenset[str]:
     """Return the newcomers for whom a round has no room: identities cost nothing, and the others exchange with each.
 
-    Newcomers with most rounds of service stay, then those that the hash of the last commit, `parent`, chooses.
+    Half of the room is for those whose work the last commit, `parent`, includes, with most rounds of service first. Among the
+    others its hash chooses, so that no attacker keeps all places with identities that have served once.
     """
     newcomers = [peer for peer, standing in standings.items() if standing == "newcomer"]
     room = max(LEAST_NEWCOMERS, len(standings) - len(newcomers))
-
-    def turn(peer: str) -> tuple[int, bytes]:
-        return -services.get(peer, NO_SERVICE).rounds, sha256(f"{parent}/{peer}".encode()).digest()
-
-    return frozenset(sorted(newcomers, key=turn)[room:])
+    newcomers.sort(key=lambda peer: sha256(f"{parent.id}/{peer}".encode()).digest())
+    heard = {parent.members[i] for i in parent.heard}
+    served = sorted([peer for peer in newcomers if peer in heard], key=lambda peer: -services.get(peer, NO_SERVICE).rounds)
+    stay = served[: room // 2]
+    stay += [peer for peer in newcomers if peer not in stay][: room - len(stay)]
+    return frozenset(newcomers) - set(stay)
 
 
 def _member(
