@@ -522,7 +522,8 @@ def test_a_stranger_that_counts_attempts_hides_no_straggler_delays() -> None:
             swarm.start(name)
         await swarm.until(lambda: swarm.round_of("A") >= 3, 400)
         plan = swarm.peers["A"].replica.base.plan
-        assert plan is not None and len(plan.members) == 4
+        assert plan is not None
+        assert len(plan.members) == 4
         return len(plan.proposal.straggler_delay)
 
     assert simulate(main) == 2
