@@ -9,12 +9,16 @@ carried.
 `regions`: two sites of eight peers with a slow line between. It counts the bytes that cross the line each way in each round, on
 the wire, beside one copy of what must cross: the mean of the shared weights, and half of the experts.
 
+`predicted`: 24 peers, a third of them on each of three lines, and the same swarm in the simulator: its round time beside
+theirs.
+
 Trainers take a fixed time per phase and no CPU, as on a GPU. Means over each peer's measured rounds, medians of the peers.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import statistics
 import subprocess
@@ -26,14 +30,19 @@ from pathlib import Path
 from typing import Any
 
 from round_benchmark import Process, command_of, end_all, end_on_signals
-from round_contenders import EXPERTS, Report, tensor_sizes
+from round_contenders import EXPERTS, Report, our_campaign, our_layout, tensor_sizes
 
+from spes_p2p.observe.events import Event, RoundCommitted
 from spes_p2p.rounds.codecs import CODECS
+from spes_p2p.testing.memory_network import MemoryNetwork
 from spes_p2p.testing.simulate.namespaces import Namespaces, why_unavailable
+from spes_p2p.testing.simulate.swarm import Recorder, VirtualSwarm
+from spes_p2p.testing.virtual_loop import run_virtual
 
 PROGRAM = Path(__file__).with_name("link_member.py")
-CASES = ("overlap", "even", "uneven", "regions")
+CASES = ("overlap", "even", "uneven", "regions", "predicted")
 SITE = 8
+PEERS, PREDICTED_PHASE_S = 24, 20.0
 UNEVEN_SHARE, UNEVEN_LATENCY_S = 0.2, 0.05
 
 
@@ -51,6 +60,9 @@ def main() -> int:
     parser.add_argument("--region-megabytes", type=int, default=60, help="fp32 state in `regions` (default 60)")
     parser.add_argument("--region-mbit", type=float, nargs=2, default=(100.0, 5.0), metavar=("INSIDE", "BETWEEN"),
                         help="bandwidth of each peer and of the line between the sites in `regions` (default 100 5)")
+    parser.add_argument("--predicted-megabytes", type=int, default=8, help="fp32 state in `predicted` (default 8)")
+    parser.add_argument("--predicted-mbit", type=float, nargs="+", default=(4.0, 2.0, 1.0),
+                        help="bandwidths in `predicted`, of as many peers each (default 4 2 1)")
     parser.add_argument("--folder", type=Path, default=Path("/dev/shm"), help="where run-dirs are made and removed")
     arguments = parser.parse_args()
     why = why_unavailable()
@@ -65,6 +77,8 @@ def main() -> int:
             report[case] = line_case(arguments, case == "uneven")
     if "regions" in arguments.only:
         report["regions"] = regions_case(arguments)
+    if "predicted" in arguments.only:
+        report["predicted"] = predicted_case(arguments)
     text = json.dumps(report, indent=2)
     print(text)
     if arguments.json is not None:
@@ -138,6 +152,51 @@ def regions_case(arguments: argparse.Namespace) -> Report:
     one_copy = codec.encoded_bytes(shared) + EXPERTS // 2 * codec.encoded_bytes(expert)
     return {"mbit": arguments.region_mbit, "megabytes": arguments.region_megabytes, "one_copy_megabytes": one_copy / 1e6,
             "rounds": rounds}
+
+
+def predicted_case(arguments: argparse.Namespace) -> Report:
+    """Measure the rounds of peers on shaped lines, and those that the simulator predicts for them."""
+    speeds = arguments.predicted_mbit
+    lines = {f"peer-{i}": speeds[i % len(speeds)] for i in range(PEERS)}
+    spec = {
+        "elements": arguments.predicted_megabytes * 10**6 // 4, "phase_s": PREDICTED_PHASE_S, "owned": 1,
+        "codec": arguments.codec, "sync": {"min_peers": PEERS}, "latency_s": 0.0,
+    }
+    found = {}
+    predicted = run_virtual(simulated(spec, lines, arguments.rounds))
+    for kind, rounds in (("predicted", predicted), ("real", run(spec, lines, arguments))):
+        found[kind] = summary(rounds, lines, PREDICTED_PHASE_S)
+        print(f"{kind}: {found[kind]}", file=sys.stderr)
+    ratios = {of: round(found["real"][of] / found["predicted"][of], 3) for of in ("seconds_per_round", "round_without_phase_s")}
+    return {**found, "real_over_predicted": ratios, "mbit": speeds, "megabytes": arguments.predicted_megabytes}
+
+
+async def simulated(spec: Report, lines: Mapping[str, float], rounds: int) -> dict[str, list[Report]]:
+    """Return what `run` does, of the same swarm in the simulator."""
+    network, heard = MemoryNetwork(), {name: list[Report]() for name in lines}
+    for name, mbit in {"bootstrap": max(lines.values()), **lines}.items():
+        network.set_bandwidth(name, 1e6 / 8 * mbit, 1e6 / 8 * mbit)
+    clock = asyncio.get_running_loop().time
+
+    def observer(name: str, recorder: Recorder) -> Any:
+        def observe(event: Event) -> None:
+            if isinstance(event, RoundCommitted) and name in heard and event.round >= WARM_UP:
+                heard[name].append({
+                    "round": event.round, "at": clock(), "cpu_seconds": 0.0, "digest": event.base_digest,
+                    "sent": event.sent_bytes, "received": event.received_bytes, "phases": event.seconds,
+                    "dropped": event.dropped_parts,
+                })
+        return observe
+
+    swarm = VirtualSwarm(
+        our_campaign(spec), seconds_per_step=spec["phase_s"], network=network, bootstrap="bootstrap", make_observer=observer,
+        layout=our_layout(spec["elements"]),
+    )
+    swarm.start_bootstrap()
+    for name in lines:
+        swarm.start(name, experts=spec["owned"])
+    await swarm.until(lambda: all(len(reports) > rounds for reports in heard.values()), 10_000.0)
+    return {name: reports[: rounds + 1] for name, reports in heard.items()}
 
 
 WARM_UP = 5
