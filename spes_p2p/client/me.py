@@ -23,6 +23,7 @@ from spes_p2p.observe.contributed import Contributed
 from spes_p2p.observe.events import BaseRestored, Controlled, Event, RoundCommitted
 from spes_p2p.observe.history import HISTORY_FILE, read_journal
 from spes_p2p.observe.units import human_count, human_indices, human_loss, human_seconds, short_peer
+from spes_p2p.session.apart import Progress
 from spes_p2p.session.own_state import STATE_FILE, OwnState, read_own_state
 
 PACE_ROUNDS = 8
@@ -135,10 +136,10 @@ def look_at(run_dir: Path, identity: Path) -> OwnShare:
     return own_share(journal, peer_id, planned, state, time.time())
 
 
-def look_at_worth(run_dir: Path, identity: Path, data_dirs: Sequence[Path]) -> OwnShare:
+def look_at_worth(run_dir: Path, identity: Path, data_dirs: Sequence[Path], on_progress: Progress) -> OwnShare:
     """Like `look_at`, with what its experts are worth, which takes minutes. Raises UserError if that cannot be measured."""
     state = read_own_state(run_dir)
-    worth = worth_of(run_dir, look_at(run_dir, identity).owned, state.addresses if state else (), data_dirs)
+    worth = worth_of(run_dir, look_at(run_dir, identity).owned, state.addresses if state else (), data_dirs, on_progress)
     return replace(look_at(run_dir, identity), worth=worth)
 
 
