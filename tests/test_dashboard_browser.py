@@ -264,12 +264,16 @@ def test_one_moves_through_what_the_model_wrote(viewport: dict[str, int]) -> Non
     async def look(page: Any, live: Published) -> None:
         assert not await page.is_visible("#writes-panel")
         records = [replace(record, continuations=told.get(record.round, ())) for record in swarm.records]
-        evaluation = CONFIG.evaluation.model_copy(update={"prompts": ("The house", evil)})
-        for newest in (20, 30):
+        idle = "nothing else on their machines wants"
+        for newest, every, late in ((9, 10, "nothing yet: peers"), (10, 5, "; nothing newer: peers"), (20, 5, ""), (30, 5, "")):
+            evaluation = CONFIG.evaluation.model_copy(update={"prompts": ("The house", evil), "every_rounds": every})
             live.curves = series(records[: newest + 1], {}, CONFIG.model_copy(update={"evaluation": evaluation}))
             live.curves_version += 1
             live.publish()
-            await until(page, f"document.querySelector('#writes-readout').dataset.value === '{newest}'")
+            last = newest // 10 * 10 or "null"
+            await until(page, f"document.querySelector('#writes-readout').dataset.value === '{last}'")
+            readout = await page.inner_text("#writes-readout")
+            assert (late in readout, idle in readout) == (True, newest < 20)
         scrolled, shown = await widths(page)
         assert scrolled <= shown
         await page.focus("#writes-round")

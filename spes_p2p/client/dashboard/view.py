@@ -97,6 +97,7 @@ def series(
             "rounds": columns,
             "held_out": [(record.round, record.total_tokens, record.validation_loss) for record in held_out],
             "prompts": config.evaluation.prompts,
+            "evaluate_every": config.evaluation.every_rounds,
             "continuations": _continuations(records),
             "schedule": schedule(records, config, control),
         }
