@@ -145,7 +145,8 @@ def look_at_worth(run_dir: Path, identity: Path, data_dirs: Sequence[Path], on_p
 
 def render(share: OwnShare) -> str:
     """For people."""
-    of_all = f", {100 * share.share:.1f} % of all" if math.isfinite(share.share) else ""
+    until = "" if share.state == "running" else f" up to round {share.round}"  # others may have gone on
+    of_all = f", {100 * share.share:.1f} % of all{until}" if math.isfinite(share.share) else ""
     when = f"in about {human_seconds(share.next_round_s)}" if share.next_round_s else "is due"
     coming = f"; the next {when}" if math.isfinite(share.next_round_s) else ""
     coming = coming if share.campaign_state == "running" else f"; its owner has {share.campaign_state} the campaign"

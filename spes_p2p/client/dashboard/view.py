@@ -62,7 +62,7 @@ def swarm_view(
     document["gone"] = [
         {"peer_id": each.peer, **_called(totals, each.peer), "tokens": each.tokens, "expert_steps": each.expert_steps}
         for each in totals.contributions
-        if each.peer not in places
+        if each.peer not in places and (each.tokens or each.expert_steps)
     ]
     document["teams"] = totals.teams()
     document["assembled"], document["done"] = swarm.assembled, swarm.done
