@@ -16,7 +16,7 @@ from spes_p2p.cli import options
 from spes_p2p.cli.terminal import ProgressBar, run, waiting
 from spes_p2p.errors import UserError
 from spes_p2p.observe.log import setup_logging
-from spes_p2p.storage.files import require_writable, write_whole
+from spes_p2p.storage.files import require_place, require_writable, write_whole
 
 if TYPE_CHECKING:
     from spes_p2p.client.export import Exportable
@@ -75,7 +75,8 @@ def evaluate(
 
     if [model_dir is None, not addresses, run_dir is None].count(False) != 1:
         raise UserError("evaluate: give a checkpoint folder, --from with an address of the swarm, or --run-dir of a peer")
-    _require_file(output)
+    if output is not None:
+        require_place(output, "--output")
     evaluation.check_options(limit, device, batch_size, dtype)
     shots = parse_tasks(tasks)
     check_names(shots, include_path)
@@ -91,7 +92,6 @@ def evaluate(
     text = json.dumps(results, indent=2)
     print(text)  # first, so that a disk that is full by now does not cost the results
     if output is not None:
-        output.parent.mkdir(parents=True, exist_ok=True)
         output.write_text(text + "\n")
     if model_dir is not None:
         evaluation.write_into_card(model_dir, results, tasks, include_path, limit, batch_size)
@@ -123,7 +123,8 @@ def generate(
     if not 0 <= temperature <= 10:
         raise UserError(f"--temperature {temperature}: must be from 0 to 10")
     check_device(device)
-    _require_file(output)
+    if output is not None:
+        require_place(output, "--output")
     if model_dir is not None:
         check_checkpoint(model_dir)
     with tempfile.TemporaryDirectory(prefix="spes-generate-") as folder:
@@ -170,14 +171,6 @@ def generate(
         write_whole(output, document.encode())
     if as_json:
         print(document)
-
-
-def _require_file(output: Path | None) -> None:
-    """Raise UserError unless a file can be written there, before the work that it is for."""
-    if output is not None:
-        require_writable(output.parent)
-        if output.is_dir():
-            raise UserError(f"--output {output}: is a folder; name a file")
 
 
 def _typed_lines() -> Iterator[str]:
