@@ -68,6 +68,7 @@ def evaluate(
     dtype: Annotated[str | None, typer.Option(help="bf16 or fp32. Default: as in the checkpoint.")] = None,
     batch_size: Annotated[str, typer.Option(help="Examples per pass; auto: as many as fit the GPU.")] = "8",
     output: Annotated[Path | None, typer.Option(help="Also write the results to this JSON file.")] = None,
+    as_json: options.AsJson = False,
 ) -> None:
     """Evaluate a checkpoint, or the newest base of a running swarm, with lm-eval; an export's model card gets the results."""
     from spes_p2p.client import evaluate as evaluation
@@ -90,7 +91,8 @@ def evaluate(
             origin = {"model": made.files.campaign.config.name, "round": made.origin.round, "digest": made.origin.digest}
         results = {**evaluation.evaluate(model_dir or downloaded, shots, include_path, limit, device, batch, dtype), **origin}
     text = json.dumps(results, indent=2)
-    print(text)  # first, so that a disk that is full by now does not cost the results
+    # First, so that a disk that is full by now does not cost the results.
+    print(text if as_json else evaluation.render(results))
     if output is not None:
         output.write_text(text + "\n")
     if model_dir is not None:
