@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import typer.main
-from network_swarm import COMMAND_TIMEOUT_S, ENVIRONMENT, LOOPBACK, ROOT, LocalPeers, call, write_variant
+from network_swarm import COMMAND_TIMEOUT_S, ENVIRONMENT, LOOPBACK, ROOT, Ended, LocalPeers, call, write_variant
 from sample_text import TEXT
 
 from spes_p2p import __version__
@@ -357,6 +357,8 @@ BAD_COMMANDS: dict[str, tuple[Callable[[Place], list[str]], tuple[str, ...]]] = 
     "dashboard to no URL": (lambda p: ["dashboard", NOBODY, "--webhook", "a.b"], ("--webhook: must be an http:// or https://",)),
     "report of nothing": (lambda p: ["report", p.output], ("no such folder; give the run-dir",)),
     "report of no run-dir": (lambda p: ["report", str(p.folder)], ("not a peer's run-dir",)),
+    "report into no folder": (
+        lambda p: ["report", str(p.folder), "--output", f"{p.output}/x"], ("output/x: there is no folder", "make it first")),
     "report into a folder": (lambda p: ["report", str(p.folder), "--output", str(p.folder)], ("is a folder; name a file",)),
     "export no run-dir": (lambda p: ["export", "--run-dir", str(p.folder), "--output", p.output], ("not a peer's run-dir",)),
     "export of nothing": (lambda p: ["export", "--output", p.output], ("give either --run-dir of a peer or --from",)),
@@ -371,6 +373,9 @@ BAD_COMMANDS: dict[str, tuple[Callable[[Place], list[str]], tuple[str, ...]]] = 
     "export into a file": (
         lambda p: ["export", "--from", NOBODY, "--output", f"{a_file(p)}/x"], ("is a file; choose another folder",)),
     "evaluate into a file": (lambda p: evaluate(p, "--output", f"{a_file(p)}/x"), ("is a file; choose another folder",)),
+    "evaluate into no folder": (lambda p: evaluate(p, "--output", f"{p.output}/x"), ("output/x: there is no folder",)),
+    "generate into no folder": (
+        lambda p: ["generate", str(p.folder), "--output", f"{p.output}/x"], ("output/x: there is no folder",)),
     "evaluate into a folder": (lambda p: evaluate(p, "--output", str(p.folder)), ("--output", "is a folder; name a file")),
     "me data-dir": (
         lambda p: ["me", str(p.folder), "--data-dir", str(p.folder / "none")], ("--data-dir", "none: no such folder")),
@@ -414,6 +419,8 @@ BAD_COMMANDS: dict[str, tuple[Callable[[Place], list[str]], tuple[str, ...]]] = 
     "simulate attacks": (
         lambda p: ["simulate", "--virtual", "--attackers", "1", "--attacks", "magic"], ("--attacks", "'magic'", "'scale'")),
     "simulate no attackers": (lambda p: ["simulate", "--virtual", "--attacks", "all"], ("--attacks", "needs attackers")),
+    "simulate into no folder": (
+        lambda p: ["simulate", "--virtual", "--event-log", f"{p.output}/x"], ("--event-log", "output/x: there is no folder")),
     "simulate attackers log": (
         lambda p: ["simulate", "--virtual", "--attackers", "1", "--event-log", p.output], ("--event-log", "holds one run")),
     "simulate many logs": (
@@ -473,6 +480,11 @@ NEEDS_LIBRARIES = re.compile(
 
 
 @pytest.mark.network
+@pytest.mark.parametrize("asked", ["version", "--version"])
+def test_the_version_is_printed(asked: str) -> None:
+    assert call(asked) == Ended(0, f"{__version__}\n", "")
+
+
 def test_a_typing_error_does_not_wait_for_torch(place: Place) -> None:
     quick = [make(place) for case, (make, _) in BAD_COMMANDS.items() if not NEEDS_LIBRARIES.search(case)]
     assert len(quick) > 20

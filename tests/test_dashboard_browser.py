@@ -23,10 +23,12 @@ from spes_p2p.client.dashboard.own import OwnTrainer
 from spes_p2p.client.dashboard.poll import Published
 from spes_p2p.client.dashboard.server import serving
 from spes_p2p.client.dashboard.view import series, swarm_view
+from spes_p2p.client.me import own_share
 from spes_p2p.config.campaign import load_campaign_config
 from spes_p2p.messages.presence import PeerStatus
 from spes_p2p.net.identity import RSAIdentity
 from spes_p2p.net.tasks import beside
+from spes_p2p.observe.json_values import to_json
 from spes_p2p.observe.swarm_status import gather, slow_lines
 from spes_p2p.session.own_state import OwnState, StateFile, is_pause_ordered
 
@@ -264,12 +266,16 @@ def test_one_moves_through_what_the_model_wrote(viewport: dict[str, int]) -> Non
     async def look(page: Any, live: Published) -> None:
         assert not await page.is_visible("#writes-panel")
         records = [replace(record, continuations=told.get(record.round, ())) for record in swarm.records]
-        evaluation = CONFIG.evaluation.model_copy(update={"prompts": ("The house", evil)})
-        for newest in (20, 30):
+        idle = "nothing else on their machines wants"
+        for newest, every, late in ((9, 10, "nothing yet: peers"), (10, 5, "; nothing newer: peers"), (20, 5, ""), (30, 5, "")):
+            evaluation = CONFIG.evaluation.model_copy(update={"prompts": ("The house", evil), "every_rounds": every})
             live.curves = series(records[: newest + 1], {}, CONFIG.model_copy(update={"evaluation": evaluation}))
             live.curves_version += 1
             live.publish()
-            await until(page, f"document.querySelector('#writes-readout').dataset.value === '{newest}'")
+            last = newest // 10 * 10 or "null"
+            await until(page, f"document.querySelector('#writes-readout').dataset.value === '{last}'")
+            readout = await page.inner_text("#writes-readout")
+            assert (late in readout, idle in readout) == (True, newest < 20)
         scrolled, shown = await widths(page)
         assert scrolled <= shown
         await page.focus("#writes-round")
@@ -308,6 +314,39 @@ def test_a_click_pauses_and_resumes_ones_own_trainer_with_the_token_of_the_addre
 
     asyncio.run(run())
     state.close()
+
+
+def test_ones_own_trainer_is_paused_and_has_not_left() -> None:
+    swarm = synthetic_swarm(3, 4, 5)
+    mine, other, *here = swarm.statuses
+
+    async def look(page: Any, live: Published) -> None:
+        share = own_share([], mine.peer_id, 5, OwnState("paused", 0.0), 0.0)
+        live.own = {"state": "paused: until 22:00 (--hours 22-8)", "pauses": False, "share": to_json(share)}
+        show(live, replace(swarm, statuses=here))
+        await until(page, "document.querySelectorAll('#peers tr.gone').length === 2")
+        for peer, state in ((mine, "paused"), (other, "left")):
+            assert await page.locator(f'#peers tr[data-peer="{peer.peer_id}"] td').nth(1).inner_text() == state
+        assert await page.inner_text("#peers-note") == "1 peer that contributed has left; the work stays in the base"
+
+    look_at(swarm, look)
+
+
+def test_the_first_paint_shows_what_is_known_before_any_event_comes() -> None:
+    evil, swarm = "</script><img src=x onerror=document.title='owned'>", synthetic_swarm(2, 4, 30)
+    live = Published()
+    show(live, replace(swarm, statuses=[replace(each, campaign=evil) for each in swarm.statuses]))
+
+    async def run() -> None:
+        async with serving(live, "127.0.0.1", 0) as url, browser_page("about:blank") as page:
+            await page.route("**/events", lambda route: None)
+            await page.goto(url)
+            assert await page.inner_text("#round") == f"round 30 of {swarm.statuses[0].total_rounds}"
+            assert await page.inner_text("#campaign") == evil
+            assert await page.locator("#chart-loss path").count() == 2
+            assert "live" in await page.inner_text("#state")
+
+    asyncio.run(run())
 
 
 def test_a_dashboard_without_a_swarm_looks_for_it() -> None:

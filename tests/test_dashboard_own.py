@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import pytest
@@ -40,9 +41,11 @@ def trainer(tmp_path: Path) -> Iterator[Path]:
     state.close()
 
 
-def with_page(folder: Path, look: Callable[[str, OwnTrainer, aiohttp.ClientSession], Awaitable[None]]) -> None:
+def with_page(
+    folder: Path, look: Callable[[str, OwnTrainer, aiohttp.ClientSession], Awaitable[None]], view: Any = None
+) -> None:
     async def run() -> None:
-        published, own = Published(), OwnTrainer(folder)
+        published, own = Published(view=view), OwnTrainer(folder)
         async with serving(published, "127.0.0.1", 0, own) as url, beside(own.watch(published)):
             while published.own is None:
                 await asyncio.sleep(0.01)
@@ -66,6 +69,17 @@ def test_its_page_pauses_and_resumes_it(trainer: Path) -> None:
             assert is_pause_ordered(trainer) == pauses
 
     with_page(trainer, look)
+
+
+@pytest.mark.parametrize(("number", "share"), [(9, 1000 / 8000), (4, 1000 / 4000), (3, 1000 / 4000)])
+def test_the_share_of_a_trainer_that_is_paused_is_one_of_the_swarms_newest_base(
+    trainer: Path, number: int, share: float
+) -> None:
+    async def look(url: str, own: OwnTrainer, session: aiohttp.ClientSession) -> None:
+        async with session.get(f"{url}view.json") as answer:
+            assert json.loads(await answer.text())["own"]["share"]["share"] == share
+
+    with_page(trainer, look, {"round": number, "total_tokens": 8000, "done": False})
 
 
 def test_a_run_dir_that_was_moved_away_is_told_and_found_again(trainer: Path) -> None:

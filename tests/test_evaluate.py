@@ -19,7 +19,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import OlmoeConfig, OlmoeForCausalLM, PreTrainedTokenizerFast
 
-from spes_p2p.client.evaluate import check_checkpoint, evaluate, find_tasks, write_into_card
+from spes_p2p.client.evaluate import check_checkpoint, evaluate, find_tasks, render, write_into_card
 from spes_p2p.client.loading import load_model, load_tokenizer
 from spes_p2p.client.task_names import check_names, definitions, parse_tasks
 from spes_p2p.errors import UserError
@@ -136,7 +136,11 @@ def test_card_of_an_export_gets_the_groups_results_once_a_command(
     (model / "README.md").write_text("# a model\n\n## Use\n\ntext\n")
     monkeypatch.chdir(tmp_path)
     results = evaluate(model, {"nature": 1}, include_path=tasks, dtype="bf16")
-    assert "git" not in capfd.readouterr().err
+    assert capfd.readouterr().err == ""  # no terminal: no bars, and nothing of git's
+    head, columns, row = render({**results, "round": 7}).splitlines()
+    assert head == f"{model}, base of round 7; lm-eval {lm_eval.__version__}, weights in bfloat16, on cpu"
+    assert columns.split() == ["task", "version", "shots", "examples", "result", "±", "standard", "error"]
+    assert row.startswith("nature  3        1      3         acc ")
     write_into_card(model, results, "nature:1", tasks, None, "8")
     assert (model / "README.md").read_text() == "# a model\n\n## Use\n\ntext\n"
     (model / "spes_p2p.json").write_text("{}")
@@ -147,9 +151,10 @@ def test_card_of_an_export_gets_the_groups_results_once_a_command(
     options = f"--dtype bf16 --device cpu --batch-size 8 --include-path {tasks.name}"
     assert (use, len(sections)) == ("Use\n\ntext\n", 2)
     assert sections[-1] == (
-        f"Evaluation\n\n```sh\nspes-p2p evaluate model --tasks nature:1 {options}\n```\n\n"
-        f"lm-eval {lm_eval.__version__}, weights in bfloat16, on cpu.\n\n"
-        "| task | version | shots | examples | result ± standard error |\n|---|---|---|---|---|\n"
+        f"Evaluation\n\n```sh\nspes-p2p evaluate PATH --tasks nature:1 {options}\n```\n\n"
+        f"PATH is the folder with this page. lm-eval {lm_eval.__version__}, weights in bfloat16, on cpu.\n\n"
+        f"The tasks in `{tasks.name}` are not lm-eval's own: ask whoever evaluated for that folder.\n\n"
+        "| task | version | shots | examples | result ± standard error |\n| --- | --- | --- | --- | --- |\n"
         f"| nature | 3 | 1 | 3 | acc {accuracy:.4f} ± {error:.4f} |\n"
     )
 

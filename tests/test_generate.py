@@ -67,7 +67,7 @@ def test_control_characters_do_not_reach_the_terminal(checkpoint: Path) -> None:
 
 
 def test_prompts_and_continuations_are_written_to_a_file(checkpoint: Path, tmp_path: Path) -> None:
-    output = tmp_path / "folder/written.json"
+    output = tmp_path / "written.json"
     options = ("--max-new-tokens", "3", "--temperature", "0", "--output", str(output))
     ended = call("generate", str(checkpoint), "--prompt", "The house", "--prompt", "The", *options)
     model = Continuation(checkpoint, "cpu")

@@ -50,7 +50,7 @@ def test_it_sums_the_certified_rounds() -> None:
     assert share.share == pytest.approx(800 / 3000)
     assert (share.round, share.total_rounds, share.experts) == (3, 20, (0, 2))
     assert share.next_round_s == pytest.approx(8.0)
-    assert "800 trained here are in the model, 26.7 % of all" in render(share)
+    assert "800 trained here are in the model, 26.7 % of all\n" in render(share)
     assert "round 3/20; the next in about 8.00 s" in render(share)
 
 
@@ -108,6 +108,7 @@ def test_a_trainer_that_does_not_run_has_no_experts_and_no_next_round() -> None:
     share = own_share(journal(committed(1, 300, 700), committed(2, 300, 700)), ME, 20, None, now=0.0)
     assert (share.state, share.experts, share.tokens) == ("not running", (), 600)
     assert math.isnan(share.next_round_s)
+    assert "600 trained here are in the model, 30.0 % of all up to round 2\n" in render(share)
 
 
 def test_a_new_trainer_has_nothing_yet() -> None:

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from observed_events import FIRST_COMMIT, OWNERS, ROUNDS, Clock, assembly, commit, new_board, shown, status_after
 from rich.console import Console
 
+from spes_p2p.client.local_swarm import in_these_rounds
 from spes_p2p.errors import UserError
 from spes_p2p.messages.presence import PeerStatus
 from spes_p2p.observe import history
@@ -605,6 +606,19 @@ def test_restarted_swarm_shows_no_line_before_its_next_round() -> None:
 def test_swarm_is_shown_as_done_with_the_last_round(number: int, done: bool) -> None:
     assert ("done" in shown([status_after(commit(number))])) is done
     assert round_line([status_after(commit(number))]).endswith(" · done") is done
+
+
+@pytest.mark.parametrize(("rounds", "start", "end"), [
+    (None, "round 5/25 · ", " · 1m40s left"), (30, "round 5/25 · ", " · 1m40s left"), (9, "round 5/9 · ", " · 20.0 s left"),
+    (5, "round 5/5 · ", " · done"), (4, "round 5/5 · ", " · done"),
+])
+def test_with_a_number_of_rounds_progress_and_time_left_are_those_of_these_rounds(
+    rounds: int | None, start: str, end: str
+) -> None:
+    status = replace(status_after(commit(5)), total_rounds=25, seconds_left=100.0)
+    line = round_line([in_these_rounds(status, rounds)])
+    assert line.startswith(start)
+    assert line.endswith(end)
 
 
 def test_the_headline_of_an_ordinary_campaign_fits_on_80_columns() -> None:

@@ -10,8 +10,8 @@ from datetime import datetime, timedelta
 from pathlib import Path
 
 import pytest
-from model_shapes import tiny_campaign
 
+from spes_p2p.campaign.files import read_campaign
 from spes_p2p.config.campaign import make_peer_config
 from spes_p2p.config.quantities import parse_bytes_per_day, parse_hours
 from spes_p2p.data.url_donor import UrlDonor
@@ -32,7 +32,8 @@ from spes_p2p.session.pause_rules import (
     quota_forecast,
 )
 from spes_p2p.session.pausing import Pauses
-from spes_p2p.session.resources import require_quota, round_bytes
+from spes_p2p.session.resources import join_bytes, require_quota, round_bytes
+from spes_p2p.session.text import open_text
 from spes_p2p.session.traffic import TrafficMeter
 
 GB = 10**9
@@ -177,14 +178,49 @@ def test_a_round_that_has_begun_within_the_quota_is_ended() -> None:
     assert over_quota(20 * GB, replace(began, used_bytes=round(19.5 * GB), round_began_bytes=None), NOON) is not None
 
 
-def test_a_quota_that_the_first_day_uses_up_is_refused(tmp_path: Path) -> None:
-    config = tiny_campaign()
-    one_round = round_bytes(config, 1)
-    needed = round(1.05 * 4 * base_size(layout_of(config.model), config.outer)) + 2 * one_round
-    require_quota(make_peer_config(run_dir=tmp_path, quota=needed), config, one_round)
-    require_quota(make_peer_config(run_dir=tmp_path), config, one_round)
-    with pytest.raises(UserError, match=r"--quota .*/day: does not suffice for the model, .*, and rounds of about .* or more"):
-        require_quota(make_peer_config(run_dir=tmp_path, quota=needed - 1), config, one_round)
+def test_a_quota_that_joining_uses_up_is_refused_and_the_one_that_is_named_suffices(campaign: Path, tmp_path: Path) -> None:
+    files = replace(read_campaign(campaign), folders=())
+    config, shelf = files.campaign.config, open_text(files, tmp_path, None)
+    base, one_round = 4 * base_size(layout_of(config.model), config.outer), round_bytes(config, 1)
+    text = sum(file.num_bytes for file in files.token_files)  # it is shorter than what a phase may read
+    joining = join_bytes(files, shelf, one_round)
+    assert joining == round(1.05 * (base + text)) + one_round
+    require_quota(make_peer_config(run_dir=tmp_path, quota=joining + 3 * one_round), files, shelf, one_round)
+    require_quota(make_peer_config(run_dir=tmp_path), files, shelf, one_round)
+    with pytest.raises(UserError, match=r"--quota .*/day: does not suffice to join, .*; give \S+/day or more") as refused:
+        require_quota(make_peer_config(run_dir=tmp_path, quota=joining + 3 * one_round - 1), files, shelf, one_round)
+    enough = parse_bytes_per_day(str(refused.value).partition("; give ")[2].split()[0], "--quota")
+    require_quota(make_peer_config(run_dir=tmp_path, quota=enough), files, shelf, one_round)
+
+
+def test_what_joining_takes_is_the_text_that_is_not_here_and_the_rounds_that_were_missed(
+    campaign: Path, tmp_path: Path
+) -> None:
+    files = read_campaign(campaign)
+    base = round(1.05 * 4 * base_size(layout_of(files.campaign.config.model), files.campaign.config.outer))
+    shelf = open_text(files, tmp_path, None)
+    assert join_bytes(files, shelf, 1000) == base + 1000
+    assert [join_bytes(files, shelf, 1000, missed) for missed in (0, 2, 5)] == [0, 2000, base + 1000]
+
+
+def test_joining_is_not_begun_without_quota_for_it_and_counts_in_the_forecast(tmp_path: Path) -> None:
+    meter = TrafficMeter(tmp_path)
+    meter.follow(os.getpid())
+    meter.expect(GB, 5 * GB)
+    today = meter.read(NOON)
+    assert over_quota(6 * GB, today, NOON) is not None
+    assert over_quota(7 * GB, today, NOON) is None
+    assert over_quota(7 * GB, replace(today, used_bytes=6 * GB - 1), NOON) is None, "what has begun is ended"
+    assert over_quota(7 * GB, replace(today, used_bytes=7 * GB), NOON) is not None
+    pause = over_quota(6 * GB, replace(today, used_bytes=GB, joined_bytes=6 * GB), NOON)
+    assert pause is not None
+    assert pause.detail == "until midnight: 1.00 GB of 6.00 GB used today, joining takes about 5.00 GB (--quota)"
+    line = quota_forecast(20 * GB, Traffic("2026-03-01", GB, GB, None, 6 * GB), 0.0, NOON).line
+    assert line == "1.00 GB of 20.0 GB used today; joining takes about 5.00 GB; the rest lasts for about 14 rounds"
+    tomorrow = replace(today, used_bytes=2 * GB, joined_bytes=6 * GB).on(NOON + timedelta(days=1))
+    assert (tomorrow.used_bytes, tomorrow.joining_bytes) == (0, 4 * GB)
+    meter.see(BaseRestored(1, 10, 200, 1000, "d", "download"), NOON)
+    assert meter.read(NOON).joining_bytes == 0
 
 
 def test_the_first_round_after_the_base_is_reserved(tmp_path: Path) -> None:
@@ -201,13 +237,13 @@ def test_text_from_urls_counts_and_a_round_is_expected_until_one_was_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     meter = TrafficMeter(tmp_path)
-    meter.expect(GB)
+    meter.expect(GB, 0)
     meter.follow(os.getpid())
     before = meter.read(NOON).used_bytes
     monkeypatch.setattr(UrlDonor, "fetched_bytes", UrlDonor.fetched_bytes + 10**9)
     assert meter.read(NOON).used_bytes - before == pytest.approx(1.05e9, rel=0.01)
     assert meter.read(NOON).round_bytes == GB
-    assert "lasts for some 18 rounds" in quota_forecast(20 * GB, Traffic("2026-03-01", 2 * GB, GB), 0.0, NOON).line
+    assert "; the rest lasts for about 18 rounds" in quota_forecast(20 * GB, Traffic("2026-03-01", 2 * GB, GB), 0.0, NOON).line
 
 
 def test_the_quota_is_new_the_next_day() -> None:
@@ -219,7 +255,7 @@ def test_the_quota_is_new_the_next_day() -> None:
 @pytest.mark.parametrize(("used", "rate", "end"), [
     (10 * GB, 9 * GB / 7200, "pauses about 14:00"),
     (10 * GB, 1.0, "that lasts for the day"),
-    (0, 0.0, "0 B of 20.0 GB used today; that lasts for some 20 rounds"),
+    (0, 0.0, "0 B of 20.0 GB used today; the rest lasts for about 20 rounds"),
 ])
 def test_it_says_when_the_quota_will_be_used_up(used: int, rate: float, end: str) -> None:
     assert quota_forecast(20 * GB, Traffic("2026-03-01", used, GB), rate, NOON).line.endswith(end)

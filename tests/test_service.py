@@ -16,6 +16,7 @@ from network_swarm import call
 
 from spes_p2p.client.service import unit_text
 from spes_p2p.config.addresses import EXAMPLE_ADDRESS
+from spes_p2p.session.own_state import OwnState, StateFile
 
 HARD = ["a b", "100%", "$HOME", 'say "x"', "back\\slash", "", "it's", "${A}", "%h", "ünï", "#no", ";"]
 
@@ -95,9 +96,18 @@ def test_without_systemd_the_unit_is_written_and_the_rest_is_said(home: Path) ->
     assert told == [f"{unit}: installed; systemd does not answer", "trainer: not running"]
 
     removed = call("service", "remove")
-    assert (removed.code, unit.exists()) == (0, False)
-    assert "systemctl --user stop spes-p2p.service" in removed.stdout
+    assert (removed.code, removed.stdout, unit.exists()) == (0, f"removed {unit}\n", False)
     assert "not installed; systemd does not answer" in call("service", "status").stdout
+
+
+def test_without_systemd_a_trainer_that_runs_on_is_told_when_its_unit_is_removed(home: Path) -> None:
+    call("service", "install", "--", EXAMPLE_ADDRESS, "--run-dir", "runs/100% mine")
+    state = StateFile(home / "runs/100% mine")
+    state.write(OwnState("running", 0.0))
+    _, told = call("service", "remove").stdout.splitlines()
+    assert told.startswith(f"systemd does not answer, and the trainer with {home}/runs/100% mine runs on: ")
+    assert told.endswith(f"spes-p2p pause '{home}/runs/100% mine'")
+    state.close()
 
 
 def test_the_line_without_systemd_runs_the_words_that_were_typed(home: Path) -> None:

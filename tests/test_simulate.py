@@ -357,7 +357,7 @@ def test_bad_options_are_one_line_and_exit_code_2(options: tuple[str, ...], mess
 def test_an_event_log_that_cannot_be_written_is_refused_before_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("spes_p2p.testing.simulate.command.run_seeds", None)
     progress = contextlib.nullcontext(lambda done, total: None)
-    with pytest.raises(UserError, match="cannot be written"):
+    with pytest.raises(UserError, match="there is no folder"):
         simulate_virtual(None, {}, range(1), 1, tmp_path / "missing" / "log.txt", progress)
 
 

@@ -17,7 +17,7 @@ from network_swarm import COMMAND_TIMEOUT_S, ENVIRONMENT, ROOT, LocalPeers
 from spes_p2p.campaign.files import read_campaign
 from spes_p2p.errors import Broken, UserError
 from spes_p2p.net.light_hivemind import UNUSED
-from spes_p2p.session.apart import run_apart
+from spes_p2p.session.apart import Progress, run_apart, run_apart_telling
 
 HEAVY = {"torch", "transformers", "scipy", "pyarrow", "matplotlib"}
 FOR_STATUS = {*HEAVY, "numpy", "tokenizers", "yaml", "netaddr", "spes_p2p.config.campaign", "spes_p2p.peer.node",
@@ -159,3 +159,23 @@ def test_what_runs_apart_gives_its_result_and_its_errors(tmp_path: Path) -> None
         run_apart(read_campaign, tmp_path / "campaign.yaml")
     with pytest.raises(Broken, match="_exit ended with code 3"):
         run_apart(os._exit, 3)
+
+
+def count_to(tell: Progress, number: int) -> int:
+    for done in range(number):
+        tell(done, number)
+    return number
+
+
+def end_after_telling(tell: Progress) -> None:
+    tell(1, 2)
+    os._exit(3)
+
+
+def test_what_runs_apart_tells_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, (ROOT, Path(__file__).parent))))  # where this module is found
+    told = list[tuple[int, int]]()
+    assert run_apart_telling(lambda *progress: told.append(progress), count_to, 3) == 3
+    assert told == [(0, 3), (1, 3), (2, 3)]
+    with pytest.raises(Broken, match="end_after_telling ended with code 3"):
+        run_apart_telling(lambda done, total: None, end_after_telling)

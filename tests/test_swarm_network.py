@@ -264,7 +264,7 @@ def test_anybody_evaluates_the_newest_base(endless: LocalPeers, tmp_path: Path) 
     }
     (tmp_path / "letters.yaml").write_text(json.dumps(task))
     address = endless["bootstrap"].address
-    result = call("evaluate", "--from", address, "--tasks", "letters", "--include-path", str(tmp_path))
+    result = call("evaluate", "--from", address, "--tasks", "letters", "--include-path", str(tmp_path), "--json")
     assert result.code == 0, result.stderr
     found = json.loads(result.stdout)
     assert found["samples"] == {"letters": 1}

@@ -91,7 +91,7 @@ def trainers_run_dir(folder: Path, files: CampaignFiles, values: np.ndarray, num
 @pytest.fixture
 def measured_here(monkeypatch: pytest.MonkeyPatch) -> None:
     """Measure in this process: one of its own imports torch again. The network test below has one."""
-    monkeypatch.setattr(worth, "run_apart", lambda function, *args: function(*args))
+    monkeypatch.setattr(worth, "run_apart_telling", lambda tell, function, *args: function(tell, *args))
     monkeypatch.setattr(os, "nice", lambda increment: 0)
 
 
@@ -99,7 +99,9 @@ def measured_here(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_result_is_kept_for_the_base_and_the_experts_that_it_is_of(files: CampaignFiles, tmp_path: Path) -> None:
     base, data = spread(files.campaign.config.model), files.folders
     folder = trainers_run_dir(tmp_path, files, base)
-    first = worth_of(folder, MINE, (), data)
+    told = list[tuple[int, int]]()
+    first = worth_of(folder, MINE, (), data, lambda *progress: told.append(progress))
+    assert told == [(done, 2 * first.samples) for done in range(2 * first.samples)]
     expected = masked_losses(files, tmp_path, base, MINE)
     difference = expected[1] - expected[0]
     assert (first.round, first.samples, first.experts) == (5, files.campaign.config.evaluation.max_samples, MINE)
@@ -139,6 +141,7 @@ def test_a_volunteer_is_told_what_its_experts_are_worth(campaign: Path, tmp_path
         swarm.wait_for_round(3, 240)
         told = call("me", str(swarm["peer-0"].run_dir), "--worth", "--json")
         assert told.code == 0, told.stderr
+        assert told.stderr.startswith("measuring the loss without your experts, at the lowest priority\n")
         found = json.loads(told.stdout)["worth"]
         assert len(found["experts"]) == 2
         assert found["round"] >= 2

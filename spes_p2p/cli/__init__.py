@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+from typing import Annotated
 
 import typer
 
@@ -31,7 +32,7 @@ def make_app(command: str | None = None) -> typer.Typer:
         pretty_exceptions_enable=False,
         rich_markup_mode=None,
     )
-    app.callback()(lambda: None)  # without it, a single command would have no name
+    app.callback()(_common)  # without it, a single command would have no name
     alone = command in COMMANDS
     if not alone:
         app.command()(version)
@@ -43,6 +44,19 @@ def make_app(command: str | None = None) -> typer.Typer:
     return app
 
 
+def _print_version(is_asked: bool) -> None:
+    if is_asked:
+        print(__version__)
+        raise typer.Exit
+
+
+Version = Annotated[bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")]
+
+
+def _common(version: Version = False) -> None:
+    pass
+
+
 def version() -> None:
     """Print the version."""
     print(__version__)
@@ -51,4 +65,4 @@ def version() -> None:
 def main() -> None:
     """Run the command line."""
     arguments = sys.argv[1:] or ["--help"]
-    exit_with(lambda: make_app(arguments[0])(arguments, standalone_mode=False))
+    exit_with(lambda: make_app(arguments[0])(arguments, standalone_mode=False, prog_name="spes-p2p"))

@@ -16,7 +16,7 @@ from spes_p2p.cli import options
 from spes_p2p.cli.terminal import ProgressBar, run, waiting
 from spes_p2p.errors import UserError
 from spes_p2p.observe.log import setup_logging
-from spes_p2p.storage.files import require_writable, write_whole
+from spes_p2p.storage.files import require_place, require_writable, write_whole
 
 if TYPE_CHECKING:
     from spes_p2p.client.export import Exportable
@@ -68,6 +68,7 @@ def evaluate(
     dtype: Annotated[str | None, typer.Option(help="bf16 or fp32. Default: as in the checkpoint.")] = None,
     batch_size: Annotated[str, typer.Option(help="Examples per pass; auto: as many as fit the GPU.")] = "8",
     output: Annotated[Path | None, typer.Option(help="Also write the results to this JSON file.")] = None,
+    as_json: options.AsJson = False,
 ) -> None:
     """Evaluate a checkpoint, or the newest base of a running swarm, with lm-eval; an export's model card gets the results."""
     from spes_p2p.client import evaluate as evaluation
@@ -75,7 +76,8 @@ def evaluate(
 
     if [model_dir is None, not addresses, run_dir is None].count(False) != 1:
         raise UserError("evaluate: give a checkpoint folder, --from with an address of the swarm, or --run-dir of a peer")
-    _require_file(output)
+    if output is not None:
+        require_place(output, "--output")
     evaluation.check_options(limit, device, batch_size, dtype)
     shots = parse_tasks(tasks)
     check_names(shots, include_path)
@@ -89,9 +91,9 @@ def evaluate(
             origin = {"model": made.files.campaign.config.name, "round": made.origin.round, "digest": made.origin.digest}
         results = {**evaluation.evaluate(model_dir or downloaded, shots, include_path, limit, device, batch, dtype), **origin}
     text = json.dumps(results, indent=2)
-    print(text)  # first, so that a disk that is full by now does not cost the results
+    # First, so that a disk that is full by now does not cost the results.
+    print(text if as_json else evaluation.render(results))
     if output is not None:
-        output.parent.mkdir(parents=True, exist_ok=True)
         output.write_text(text + "\n")
     if model_dir is not None:
         evaluation.write_into_card(model_dir, results, tasks, include_path, limit, batch_size)
@@ -123,7 +125,8 @@ def generate(
     if not 0 <= temperature <= 10:
         raise UserError(f"--temperature {temperature}: must be from 0 to 10")
     check_device(device)
-    _require_file(output)
+    if output is not None:
+        require_place(output, "--output")
     if model_dir is not None:
         check_checkpoint(model_dir)
     with tempfile.TemporaryDirectory(prefix="spes-generate-") as folder:
@@ -170,14 +173,6 @@ def generate(
         write_whole(output, document.encode())
     if as_json:
         print(document)
-
-
-def _require_file(output: Path | None) -> None:
-    """Raise UserError unless a file can be written there, before the work that it is for."""
-    if output is not None:
-        require_writable(output.parent)
-        if output.is_dir():
-            raise UserError(f"--output {output}: is a folder; name a file")
 
 
 def _typed_lines() -> Iterator[str]:

@@ -8,6 +8,7 @@ import gc
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
@@ -17,6 +18,9 @@ from spes_p2p.storage.threads import keep_freed_memory
 SHOW_CURSOR = "\x1b[?25h"
 PEERS_COLLECT_AFTER = (700, 10, 10)
 """The usual default of Python: garbage may hold the bytes of a round, so it is collected often."""
+
+SAY_EVERY_S = 60.0
+"""Without a terminal: time between two lines of progress."""
 
 
 def run(work: Coroutine[Any, Any, Any]) -> Any:
@@ -47,7 +51,7 @@ def _end_now(number: int, frame: object) -> None:
 
 
 class ProgressBar:
-    """Show a progress bar on a terminal, nothing elsewhere; yields `update(done, total)`.
+    """Show a progress bar on a terminal, a line a minute elsewhere; yields `update(done, total)`.
 
     `before`: what is done until the first update.
     """
@@ -60,7 +64,7 @@ class ProgressBar:
         columns = (TextColumn("{task.description}"), BarColumn(), percent, TimeRemainingColumn())
         console = Console(stderr=True)
         self._progress = Progress(*columns, console=console, disable=not console.is_terminal, transient=True)
-        self._what = what
+        self._what, self._said_s = what, time.monotonic()
         self._task = self._progress.add_task(before or what, total=None)
 
     def __enter__(self) -> Callable[[int, int], None]:
@@ -72,6 +76,9 @@ class ProgressBar:
 
     def _update(self, done: int, total: int) -> None:
         self._progress.update(self._task, description=self._what, completed=done, total=total)
+        if self._progress.disable and time.monotonic() - self._said_s >= SAY_EVERY_S:
+            self._said_s = time.monotonic()
+            say_waiting(f"{self._what}: {100 * done // max(1, total)} %")
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from spes_p2p.cli import options
-from spes_p2p.cli.terminal import run, run_peer, say, say_waiting, waiting
+from spes_p2p.cli.terminal import ProgressBar, run, run_peer, say, say_waiting, waiting
 from spes_p2p.observe.log import setup_logging
 
 if TYPE_CHECKING:
@@ -166,8 +166,10 @@ def me(
 
     key = identity or run_dir / "identity.key"
     if worth:
-        with waiting("measuring the loss without your experts"):
-            found = look_at_worth(run_dir, key, data_dir or ())
+        for_what = "measuring the loss without your experts"
+        say_waiting(f"{for_what}, at the lowest priority")
+        with ProgressBar(for_what, "loading the model, at the lowest priority") as update:
+            found = look_at_worth(run_dir, key, data_dir or (), update)
     else:
         found = look_at(run_dir, key)
     print(json.dumps(to_json(found), indent=2) if as_json else render(found))

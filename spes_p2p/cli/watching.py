@@ -14,7 +14,7 @@ from spes_p2p.cli.terminal import run, say_waiting, waiting
 from spes_p2p.config.addresses import check_peer_addresses, check_webhook
 from spes_p2p.errors import UserError
 from spes_p2p.observe.log import setup_logging
-from spes_p2p.storage.files import require_writable, write_whole
+from spes_p2p.storage.files import require_place, write_whole
 
 if TYPE_CHECKING:
     from spes_p2p.session.own_state import OwnState
@@ -122,9 +122,7 @@ def report(
     if not run_dir.is_dir():
         raise UserError(f"{run_dir}: no such folder; give the run-dir of a trainer or bootstrap peer")
     target = output or run_dir / "report.html"
-    if target.is_dir():
-        raise UserError(f"--output {target}: is a folder; name a file")
-    require_writable(target.parent)
+    require_place(target, "--output")
     with waiting("starting"):
         from spes_p2p.client.report import make_report
 

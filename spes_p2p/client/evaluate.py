@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import shlex
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -44,7 +45,7 @@ def evaluate(
     check_checkpoint(model_dir)
     manager = find_tasks(tasks, include_path)
     local = all(_reads_local_data(manager, task) for task in tasks)
-    with _offline() if local else contextlib.nullcontext(), _quiet():
+    with _offline() if local else contextlib.nullcontext(), _quiet(), _no_bars():
         loaded = _load_tasks(manager, tasks)
         model = _load_model(model_dir, device, batch_size, dtype)
         import lm_eval.evaluator
@@ -147,18 +148,19 @@ def find_tasks(tasks: Iterable[str], include_path: Path | None) -> Any:
 def write_into_card(
     model_dir: Path, results: dict[str, Any], tasks: str, include_path: Path | None, limit: int | None, batch_size: str
 ) -> None:
-    """Add the results of `evaluate` to the model card if `export` wrote it; folders are named without their parents."""
+    """Add the results of `evaluate` to the model card if `export` wrote it. It names no folder's parents."""
     from spes_p2p.client.model_card import CARD_FILE, FACTS_FILE, with_evaluation
 
     if not (model_dir / FACTS_FILE).exists():
         return
+    own_tasks = None if include_path is None else include_path.resolve().name
     dtype = next((name for name, value in DTYPES.items() if value == results["dtype"]), None)
     options = {"--tasks": tasks, "--dtype": dtype, "--device": results["device"], "--batch-size": batch_size, "--limit": limit,
-               "--include-path": include_path and include_path.resolve().name}
+               "--include-path": own_tasks}
     given = [str(word) for option, value in options.items() if value is not None for word in (option, value)]
-    command = shlex.join(["spes-p2p", "evaluate", model_dir.resolve().name, *given])
+    command = shlex.join(["spes-p2p", "evaluate", "PATH", *given])
     card = model_dir / CARD_FILE
-    write_whole(card, with_evaluation(card.read_text(encoding="utf-8"), results, command).encode())
+    write_whole(card, with_evaluation(card.read_text(encoding="utf-8"), results, command, own_tasks).encode())
 
 
 def _reads_local_data(manager: Any, task: str) -> bool:
@@ -189,6 +191,35 @@ def _offline() -> Iterator[None]:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = text
+
+
+def render(results: Mapping[str, Any]) -> str:
+    """Return the results of `evaluate` as a table for people, without the subtasks of groups."""
+    from spes_p2p.client.model_card import EVALUATION_COLUMNS, conditions, evaluation_rows
+
+    of_round = f", base of round {results['round']}" if "round" in results else ""
+    rows = [EVALUATION_COLUMNS, *evaluation_rows(results)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    table = ["  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return "\n".join([f"{results['model']}{of_round}; {conditions(results)}", *table])
+
+
+@contextlib.contextmanager
+def _no_bars() -> Iterator[None]:
+    """Hide progress bars where nobody watches them, also those that lm-eval asks for whatever the environment says."""
+    from tqdm import tqdm
+
+    shown = tqdm.__init__
+
+    def hidden(self: Any, *arguments: Any, **options: Any) -> None:
+        shown(self, *arguments, **{**options, "disable": True})
+
+    if not sys.stderr.isatty():
+        tqdm.__init__ = hidden
+    try:
+        yield
+    finally:
+        tqdm.__init__ = shown
 
 
 @contextlib.contextmanager

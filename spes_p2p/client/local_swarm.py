@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import psutil
@@ -222,7 +222,7 @@ async def _watch(
                 ]
                 last_seen = _with_the_finished(last_seen, statuses)
                 if last_seen:
-                    view.update(last_seen, notes)
+                    view.update([in_these_rounds(status, rounds) for status in last_seen], notes)
                 trainers = [process for name, process in processes.items() if name != BOOTSTRAP]
                 if all(process.poll() is not None for process in trainers) or processes[BOOTSTRAP].poll() is not None:
                     return
@@ -230,6 +230,15 @@ async def _watch(
                 if rounds is not None and committed and min(committed) >= rounds:
                     return
                 await asyncio.sleep(POLL_S)
+
+
+def in_these_rounds(status: PeerStatus, rounds: int | None) -> PeerStatus:
+    """Return the status with progress and time left of these rounds, where they are fewer than the campaign's."""
+    if rounds is None or rounds >= status.total_rounds:
+        return status
+    rounds = max(rounds, status.round)
+    share = (rounds - status.round) / max(1, status.total_rounds - status.round)
+    return replace(status, total_rounds=rounds, seconds_left=share * status.seconds_left)
 
 
 def _with_the_finished(before: list[PeerStatus], now: list[PeerStatus]) -> list[PeerStatus]:

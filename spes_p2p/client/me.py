@@ -23,6 +23,7 @@ from spes_p2p.observe.contributed import Contributed
 from spes_p2p.observe.events import BaseRestored, Controlled, Event, RoundCommitted
 from spes_p2p.observe.history import HISTORY_FILE, read_journal
 from spes_p2p.observe.units import human_count, human_indices, human_loss, human_seconds, short_peer
+from spes_p2p.session.apart import Progress
 from spes_p2p.session.own_state import STATE_FILE, OwnState, read_own_state
 
 PACE_ROUNDS = 8
@@ -135,16 +136,17 @@ def look_at(run_dir: Path, identity: Path) -> OwnShare:
     return own_share(journal, peer_id, planned, state, time.time())
 
 
-def look_at_worth(run_dir: Path, identity: Path, data_dirs: Sequence[Path]) -> OwnShare:
+def look_at_worth(run_dir: Path, identity: Path, data_dirs: Sequence[Path], on_progress: Progress) -> OwnShare:
     """Like `look_at`, with what its experts are worth, which takes minutes. Raises UserError if that cannot be measured."""
     state = read_own_state(run_dir)
-    worth = worth_of(run_dir, look_at(run_dir, identity).owned, state.addresses if state else (), data_dirs)
+    worth = worth_of(run_dir, look_at(run_dir, identity).owned, state.addresses if state else (), data_dirs, on_progress)
     return replace(look_at(run_dir, identity), worth=worth)
 
 
 def render(share: OwnShare) -> str:
     """For people."""
-    of_all = f", {100 * share.share:.1f} % of all" if math.isfinite(share.share) else ""
+    until = "" if share.state == "running" else f" up to round {share.round}"  # others may have gone on
+    of_all = f", {100 * share.share:.1f} % of all{until}" if math.isfinite(share.share) else ""
     when = f"in about {human_seconds(share.next_round_s)}" if share.next_round_s else "is due"
     coming = f"; the next {when}" if math.isfinite(share.next_round_s) else ""
     coming = coming if share.campaign_state == "running" else f"; its owner has {share.campaign_state} the campaign"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -112,23 +112,35 @@ def model_card(origin: Origin, dtype: ExportDtype = "fp32") -> str:
     )
 
 
-def with_evaluation(card: str, results: dict[str, Any], command: str) -> str:
+EVALUATION_COLUMNS = ("task", "version", "shots", "examples", "result ± standard error")
+
+
+def evaluation_rows(results: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    """Return what `evaluate` found in each task, in these columns, without a group's subtasks."""
+    within = {subtask for subtasks in results["groups"].values() for subtask in subtasks}
+    return [
+        (task, *(str(found) for found in (results["versions"].get(task), results["num_fewshot"].get(task),
+                                          scores.get("sample_len"))), task_metrics(scores))
+        for task, scores in results["tasks"].items() if task not in within
+    ]
+
+
+def conditions(results: Mapping[str, Any]) -> str:
+    """Return with what `evaluate` came to its results."""
+    return f"lm-eval {results['lm_eval']}, weights in {results['dtype']}, on {results['device']}"
+
+
+def with_evaluation(card: str, results: dict[str, Any], command: str, own_tasks: str | None) -> str:
     """Return the card with a section for the results of `evaluate`, in place of an earlier one of the same command.
 
-    A group's subtasks are left out. The command is one line.
+    The command is one line. `own_tasks`: the folder with tasks that lm-eval does not have.
     """
     head = f"Evaluation\n\n```sh\n{command}\n```\n"
     others = [section for section in card.split("\n## ") if not section.startswith(head)]
-    within = {subtask for subtasks in results["groups"].values() for subtask in subtasks}
-    rows = [
-        f"| {task} | {results['versions'].get(task)} | {results['num_fewshot'].get(task)} | "
-        f"{scores.get('sample_len')} | {task_metrics(scores)} |"
-        for task, scores in results["tasks"].items() if task not in within
-    ]
-    table = [
-        "", f"lm-eval {results['lm_eval']}, weights in {results['dtype']}, on {results['device']}.", "",
-        "| task | version | shots | examples | result ± standard error |", "|---|---|---|---|---|", *rows, "",
-    ]
+    rows = [f"| {' | '.join(row)} |" for row in (EVALUATION_COLUMNS, 5 * ("---",), *evaluation_rows(results))]
+    ask = f"The tasks in `{own_tasks}` are not lm-eval's own: ask whoever evaluated for that folder."
+    source = [ask, ""] if own_tasks else []
+    table = ["", f"PATH is the folder with this page. {conditions(results)}.", "", *source, *rows, ""]
     return "\n## ".join([*others, head + "\n".join(table)])
 
 

@@ -18,7 +18,7 @@ import yaml
 
 from spes_p2p import __version__
 from spes_p2p.campaign.files import read_run_dir
-from spes_p2p.client.model_card import Origin, origin_of, task_metrics
+from spes_p2p.client.model_card import EVALUATION_COLUMNS, Origin, conditions, origin_of, task_metrics
 from spes_p2p.errors import UserError
 from spes_p2p.messages.presence import RoundRecord
 from spes_p2p.observe.events import Controlled, Event, RoundCommitted, TasksEvaluated
@@ -150,13 +150,12 @@ def _evaluation(path: Path) -> str:
             for task, scores in results["tasks"].items()
         ]
         of_round = f", round {int(results['round'])}" if "round" in results else ""
-        weights = f"weights in {results['dtype']}, on {results['device']}"
-        note = f"{results['model']}{of_round}; lm-eval {results['lm_eval']}, {weights}"
+        note = f"{results['model']}{of_round}; {conditions(results)}"
     except OSError as error:
         raise UserError(f"--evaluation {path}: cannot be read ({error.strerror}); give a file of evaluate --output") from None
     except (ValueError, KeyError, TypeError, AttributeError):
         raise UserError(f"--evaluation {path}: not results of `spes-p2p evaluate`; give a file of its --output") from None
-    return f"<p>{_text(note)}</p>" + _table(("task", "version", "shots", "examples", "result ± standard error"), rows)
+    return f"<p>{_text(note)}</p>" + _table(EVALUATION_COLUMNS, rows)
 
 
 def _configuration(origin: Origin) -> str:

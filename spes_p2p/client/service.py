@@ -110,21 +110,25 @@ def install(name: str, arguments: Sequence[str], run_dir: Path) -> list[str]:
 def remove(name: str) -> list[str]:
     """Stop the trainer and remove its unit; return what to tell the user. Raises UserError if there is none."""
     path = unit_path(name)
-    if not _read_ours(path):
+    text = _read_ours(path)
+    if not text:
         raise UserError(f"{path}: no such unit; give the --name with which it was installed")
     stopped = _systemctl("disable", "--now", path.name)
     path.unlink()
     _systemctl("daemon-reload")
-    left = "" if stopped else f"; systemd does not answer: if it runs, stop it with systemctl --user stop {path.name}"
-    return [f"removed {path}{left}"]
+    told, run_dir = [f"removed {path}"], _run_dir(text)
+    if not stopped and run_dir is not None and read_own_state(run_dir) is not None:
+        told.append(f"systemd does not answer, and the trainer with {run_dir} runs on: end it with Ctrl-C or kill, or free the "
+                    f"machine with spes-p2p pause {shlex.quote(str(run_dir))}")
+    return told
 
 
 def look_at(name: str) -> Service:
     """Return what is known of a unit. Raises UserError."""
     path = unit_path(name)
     text = _read_ours(path)
-    found = re.search(r"^X-RunDir=(.*)$", text, re.MULTILINE)
-    trainer = read_own_state(Path(found[1].replace("%%", "%"))) if found else None
+    run_dir = _run_dir(text)
+    trainer = read_own_state(run_dir) if run_dir else None
     ended = _ended("systemctl", "--user", "is-active", path.name)
     return Service(str(path), bool(text), ended.stdout.strip() if ended and ended.stdout.strip() else "unknown", trainer)
 
@@ -137,6 +141,12 @@ def _read_ours(path: Path) -> str:
     if not text.startswith(MARK):
         raise UserError(f"{path}: not written by spes-p2p service install; choose another --name")
     return text
+
+
+def _run_dir(text: str) -> Path | None:
+    """Return the run-dir of a unit's trainer."""
+    found = re.search(r"^X-RunDir=(.*)$", text, re.MULTILINE)
+    return Path(found[1].replace("%%", "%")) if found else None
 
 
 def _verify(path: Path) -> list[str]:

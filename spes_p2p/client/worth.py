@@ -20,7 +20,7 @@ from spes_p2p.campaign.files import CampaignFiles, read_run_dir
 from spes_p2p.config.model import ModelSection
 from spes_p2p.errors import UserError
 from spes_p2p.rounds.gate import effect_of
-from spes_p2p.session.apart import run_apart
+from spes_p2p.session.apart import Progress, run_apart_telling
 from spes_p2p.session.run_dir import load_run_dir_base
 from spes_p2p.session.text import held_out_samples, missing_held_out, open_text
 from spes_p2p.storage.files import write_whole
@@ -56,21 +56,25 @@ class Worth:
         return self.loss_without - self.loss
 
 
-def worth_of(run_dir: Path, experts: Sequence[int], addresses: Sequence[str] = (), data_dirs: Sequence[Path] = ()) -> Worth:
+def worth_of(
+    run_dir: Path, experts: Sequence[int], addresses: Sequence[str] = (), data_dirs: Sequence[Path] = (),
+    on_progress: Progress = lambda done, total: None,
+) -> Worth:
     """Return what these experts are worth in the run-dir's base, from an earlier call if it has not changed since.
 
-    `addresses`: of the swarm, to fetch held-out text that is neither in the run-dir nor in `data_dirs`. Raises UserError.
+    `addresses`: of the swarm, to fetch held-out text that is neither in the run-dir nor in `data_dirs`. `on_progress` gets the
+    passes of held-out samples through the model, two for each. Raises UserError.
     """
     if not experts:
         raise UserError(f"{run_dir}: this trainer owns no experts yet; wait for its first round")
     arguments = run_dir, tuple(experts), tuple(data_dirs)
     try:
-        found: Worth = run_apart(_measured_or_kept, *arguments)
+        found: Worth = run_apart_telling(on_progress, _measured_or_kept, *arguments)
     except HeldOutMissing:
         if not addresses:
             raise
         asyncio.run(_fetch_held_out(_files(run_dir, data_dirs), run_dir, addresses))
-        found = run_apart(_measured_or_kept, *arguments)
+        found = run_apart_telling(on_progress, _measured_or_kept, *arguments)
     return found
 
 
@@ -97,7 +101,9 @@ def _files(run_dir: Path, data_dirs: Sequence[Path]) -> CampaignFiles:
     return replace(known[0], folders=tuple(data_dirs))
 
 
-def _measured_or_kept(run_dir: Path, experts: tuple[int, ...], data_dirs: tuple[Path, ...]) -> Worth:
+def _measured_or_kept(
+    on_progress: Progress, run_dir: Path, experts: tuple[int, ...], data_dirs: tuple[Path, ...]
+) -> Worth:
     files = _files(run_dir, data_dirs)
     _check_that_others_suffice(files.campaign.config.model, experts)
     _, base = load_run_dir_base(run_dir)
@@ -106,7 +112,7 @@ def _measured_or_kept(run_dir: Path, experts: tuple[int, ...], data_dirs: tuple[
         return kept
     # Only now: beside a trainer, this process may wait for minutes.
     os.nice(LOWEST_PRIORITY - os.nice(0))
-    losses, without = masked_losses(files, run_dir, base.values, experts)
+    losses, without = masked_losses(files, run_dir, base.values, experts, on_progress)
     loss, effect = float(losses.mean()), effect_of(losses, without)
     found = Worth(max(0, base.round), base.digest, experts, len(losses), loss, loss + effect.nats, effect.error)
     write_whole(run_dir / WORTH_FILE, json.dumps(asdict(found)).encode())
@@ -131,7 +137,8 @@ def _kept(path: Path) -> Worth | None:
 
 
 def masked_losses(
-    files: CampaignFiles, run_dir: Path, base: np.ndarray, experts: Sequence[int]
+    files: CampaignFiles, run_dir: Path, base: np.ndarray, experts: Sequence[int],
+    on_progress: Progress = lambda done, total: None,
 ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
     """Return each held-out sample's loss with and without these experts, `[samples]` each. Raises UserError."""
     from spes_p2p.model.build import layout_of
@@ -150,9 +157,17 @@ def masked_losses(
     trainer = TorchTrainer(config, base[: layout.size], (), None, options=options, eos_token_id=eos)
     specs = [placed.spec for placed in layout.tensors]
     routers = [spec.name for spec in specs if spec.kind == "router" and len(spec.shape) == 2]
-    losses = trainer.losses_of(samples)
+
+    def losses_of(done: int) -> npt.NDArray[np.float64]:
+        found = np.empty(len(samples))
+        for i in range(len(samples)):
+            on_progress(done + i, 2 * len(samples))
+            found[i : i + 1] = trainer.losses_of(samples[i : i + 1])
+        return found
+
+    losses = losses_of(0)
     with without_experts(trainer.model, routers, experts):
-        without = trainer.losses_of(samples)
+        without = losses_of(len(samples))
     blocks = [block for block in trainer.model.modules() if isinstance(block, PartitionedExperts)]
     if any(block.routed is not None and int(block.routed[list(experts)].sum()) for block in blocks):
         raise UserError(f"model_type = {config.model.architecture!r}: its routers cannot be kept from single experts, so "

@@ -166,3 +166,15 @@ def load_base(
         except Refused as refused:
             logger.warning("%s/%s: without the assignments of round %d: %s", where, name, header.round, refused)
     return Base(header.commit, header.round, values, header.digest, plan, digests)
+
+
+def stored_round(store: Store) -> int | None:
+    """Return the round of the stored base as its header says, unchecked; None without one."""
+    blob = store.read(BASE)
+    if blob is None:
+        return None
+    end = len(blob) - LENGTH_BYTES
+    try:
+        return unpack(_Header, read_frame(blob[max(0, end - int.from_bytes(blob[end:], "little")) : end])[0]).round
+    except ValueError:
+        return None

@@ -11,13 +11,16 @@ import pickle
 import subprocess
 import sys
 from collections.abc import Callable
-from typing import ParamSpec, TypeVar
+from contextlib import suppress
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from spes_p2p.errors import Broken, UserError
 from spes_p2p.net import die_with_parent
 
 P = ParamSpec("P")
 T = TypeVar("T")
+Progress = Callable[[int, int], None]
+"""Takes how much is done, and of how much."""
 
 
 def run_apart(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
@@ -25,29 +28,59 @@ def run_apart(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
 
     Raises the UserError that it raises; Broken if it ends in any other way.
     """
-    wrapper = [sys.executable, "-I", "-S", str(die_with_parent.__file__), str(os.getpid())]
-    command, request = [*wrapper, sys.executable, "-m", __name__], pickle.dumps((function, args, kwargs))
-    ended = subprocess.run(command, input=request, stdout=subprocess.PIPE, check=False)
-    if ended.returncode != 0:
-        raise Broken(f"the process that runs {function.__name__} ended with code {ended.returncode}; start this peer again")
-    result = pickle.loads(ended.stdout)
-    if isinstance(result, UserError):
-        raise result
-    found: T = result
+    found: T = _result((function, args, kwargs, False), lambda done, total: None)
     return found
 
 
+def run_apart_telling(
+    on_progress: Progress, function: Callable[Concatenate[Progress, P], T], *args: P.args, **kwargs: P.kwargs
+) -> T:
+    """Like `run_apart`, for a function that first takes what to call with its progress; `on_progress` is called here."""
+    found: T = _result((function, args, kwargs, True), on_progress)
+    return found
+
+
+def _result(call: tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], bool], on_progress: Progress) -> Any:
+    wrapper = [sys.executable, "-I", "-S", str(die_with_parent.__file__), str(os.getpid())]
+    command, request = [*wrapper, sys.executable, "-m", __name__], pickle.dumps(call)
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            with suppress(BrokenPipeError), process.stdin:
+                process.stdin.write(request)
+            is_done, result = False, None
+            with suppress(EOFError, pickle.UnpicklingError):
+                while not is_done:
+                    is_done, result = pickle.load(process.stdout)
+                    if not is_done:
+                        on_progress(*result)
+        except BaseException:
+            process.kill()
+            raise
+    if process.returncode != 0:
+        raise Broken(f"the process that runs {call[0].__name__} ended with code {process.returncode}; start this peer again")
+    if isinstance(result, UserError):
+        raise result
+    return result
+
+
 def main() -> None:
-    """Run the function that standard input describes, write its result to standard output."""
+    """Run the function that standard input describes; write its progress, then its result, to standard output."""
     output = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what libraries print is no part of the result
-    function, args, kwargs = pickle.load(sys.stdin.buffer)
+    function, args, kwargs, tells = pickle.load(sys.stdin.buffer)
+
+    def tell(done: int, total: int) -> None:
+        pickle.dump((False, (done, total)), output)
+        output.flush()
+
     try:
-        result = function(*args, **kwargs)
+        result = function(*([tell] if tells else []), *args, **kwargs)
     except UserError as error:
         result = error
     with output:
-        pickle.dump(result, output)
+        pickle.dump((True, result), output)
 
 
 if __name__ == "__main__":

@@ -31,6 +31,7 @@ WORK_FOLDER = "evaluation"
 CONTINUATION_TOKENS = 40
 """Two or three sentences: enough to see what the model has learned, and seconds of work."""
 LOWEST_PRIORITY = 19
+ONLY_IDLE = "with CPU time that nothing else on this machine wants"
 FIRST_TO_KILL = "1000"
 """The kernel's score, of which the largest dies first when memory runs out: not the trainer."""
 
@@ -53,7 +54,8 @@ class Evaluations:
             return
         if self._due.is_set() and not self._has_skipped:
             self._has_skipped = True
-            logger.info("round %d is left out: %s still goes on for an earlier one", event.round, " and ".join(self._kinds))
+            kinds = " and ".join(self._kinds)
+            logger.info("round %d is left out: %s still goes on for an earlier one, %s", event.round, kinds, ONLY_IDLE)
         self._due.set()
 
     async def run(self, observer: Observer) -> None:

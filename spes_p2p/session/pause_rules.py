@@ -93,22 +93,38 @@ class Traffic:
     """The most that one of the last rounds took; before the first, what the plan of a round says."""
     round_began_bytes: int | None = None
     """What was used on that day when the round under way began; None before the base is here."""
+    joined_bytes: int = 0
+    """About what will be used on that day when base, text and the rounds missed are here; 0 once they are."""
+
+    @property
+    def joining_bytes(self) -> int:
+        """About what they still take."""
+        return max(0, self.joined_bytes - self.used_bytes)
 
     def on(self, now: datetime) -> Traffic:
         """Return the traffic of the day of `now`."""
         day = now.date().isoformat()
         began = None if self.round_began_bytes is None else 0
-        return self if day == self.day else Traffic(day, 0, self.round_bytes, began)
+        return self if day == self.day else Traffic(day, 0, self.round_bytes, began, self.joining_bytes)
 
 
 def over_quota(quota_bytes: int, traffic: Traffic, now: datetime) -> Pause | None:
-    """Return the pause when the day's quota does not suffice for another round; a round that has begun is ended within it."""
+    """Return the pause when the day's quota does not suffice for another round, or for joining and a round.
+
+    What has begun is ended within the quota.
+    """
     today = traffic.on(now)
-    before = today.used_bytes if today.round_began_bytes is None else today.round_began_bytes
+    at_join = today.used_bytes + today.joining_bytes
+    before = at_join if today.round_began_bytes is None else today.round_began_bytes
     if before + today.round_bytes < quota_bytes and today.used_bytes < quota_bytes:
         return None
     used = f"{human_bytes(today.used_bytes)} of {human_bytes(quota_bytes)}"
-    return Pause("quota", f"until midnight: {used} used today, a round takes {human_bytes(today.round_bytes)} (--quota)")
+    coming = _joining(today) or f"a round takes {human_bytes(today.round_bytes)}"
+    return Pause("quota", f"until midnight: {used} used today, {coming} (--quota)")
+
+
+def _joining(today: Traffic) -> str:
+    return f"joining takes about {human_bytes(today.joining_bytes)}" if today.joining_bytes else ""
 
 
 def quota_forecast(quota_bytes: int, traffic: Traffic, bytes_per_s: float, now: datetime) -> QuotaForecast:
@@ -116,9 +132,12 @@ def quota_forecast(quota_bytes: int, traffic: Traffic, bytes_per_s: float, now: 
     today = traffic.on(now)
     used = f"{human_bytes(today.used_bytes)} of {human_bytes(quota_bytes)} used today"
     if bytes_per_s <= 0:
-        rounds = (quota_bytes - today.used_bytes) // today.round_bytes if today.round_bytes else 0
-        enough = f"; that lasts for some {human_count(rounds)} rounds" if rounds > 0 else ""
-        return QuotaForecast(quota_bytes, today.used_bytes, math.nan, used + enough)
+        left = quota_bytes - today.used_bytes - today.joining_bytes
+        rounds = left // today.round_bytes if today.round_bytes else 0
+        plural = "" if rounds == 1 else "s"
+        enough = f"the rest lasts for about {human_count(rounds)} round{plural}" if rounds > 0 else ""
+        line = "; ".join(filter(None, (used, _joining(today), enough)))
+        return QuotaForecast(quota_bytes, today.used_bytes, math.nan, line)
     left_s = (quota_bytes - today.round_bytes - today.used_bytes) / bytes_per_s
     midnight = datetime.combine(now.date() + timedelta(days=1), time(), now.tzinfo)
     if left_s >= (midnight - now).total_seconds():

@@ -76,10 +76,10 @@ class Pauses:
         if self._meter is not None:
             self._meter.follow(daemon_pid)
 
-    def expect(self, round_bytes: int) -> None:
-        """Reckon with rounds of this size until one was measured."""
+    def expect(self, round_bytes: int, join_bytes: int) -> None:
+        """Reckon with rounds of this size until one was measured, and with so much until the base is here."""
         if self._meter is not None:
-            self._meter.expect(round_bytes)
+            self._meter.expect(round_bytes, join_bytes)
 
     def observe(self, event: Event) -> None:
         """Observer: learns from rounds what the next one takes of the quota."""

@@ -18,12 +18,18 @@ from spes_p2p.campaign.planner import disk_bytes, round_traffic
 from spes_p2p.campaign.room import Choice, Device, check_ranks, find_room, needed_bytes, smallest
 from spes_p2p.campaign.speed import costs_of
 from spes_p2p.config.campaign import CampaignConfig, PeerConfig
+from spes_p2p.data.pieces import PIECE_BYTES
+from spes_p2p.data.shelf import TokenShelf
 from spes_p2p.errors import UserError
 from spes_p2p.model.sizes import sizes_of
 from spes_p2p.observe.units import human_bytes
 from spes_p2p.rounds.outer import base_size
+from spes_p2p.rounds.results import KEPT_ROUNDS
 from spes_p2p.session.traffic import HEADERS
 from spes_p2p.training.options import TrainingOptions, check_options
+
+LEAST_ROUNDS = 3
+"""Rounds that a day's quota has to suffice for beside joining. Small models' rounds take half as much again as planned."""
 
 
 @dataclass(frozen=True)
@@ -123,13 +129,37 @@ def round_bytes(config: CampaignConfig, experts: int) -> int:
     return traffic.up_bytes + traffic.down_bytes
 
 
-def require_quota(settings: PeerConfig, config: CampaignConfig, round_bytes: int) -> None:
-    """Raise UserError for a quota that coming back uses up, at most a base: the trainer would never train."""
-    base = 4 * base_size(sizes_of(config.model), config.outer)
-    needed = round(HEADERS * base) + 2 * round_bytes
+def join_bytes(files: CampaignFiles, shelf: TokenShelf, round_bytes: int, missed: int | None = None) -> int:
+    """Return about what a trainer fetches before its first round.
+
+    `missed`: the rounds since its base; None: it has none. Then it fetches one, text for its first phase and the first
+    evaluation, and the round that the others end meanwhile; one that has missed more rounds than peers keep, a base again.
+    """
+    base = 4 * base_size(sizes_of(files.campaign.config.model), files.campaign.config.outer)
+    if missed is None:
+        return round(HEADERS * (base + _text_bytes(files, shelf))) + round_bytes
+    return missed * round_bytes if missed <= KEPT_ROUNDS else round(HEADERS * base) + round_bytes
+
+
+def _text_bytes(files: CampaignFiles, shelf: TokenShelf) -> int:
+    """Return at most what the samples of a phase and of an evaluation take of the text that is not on this machine."""
+    config = files.campaign.config
+    samples = config.training.batch_size * config.training.sync_steps, config.evaluation.max_samples
+    return sum(
+        min(number * PIECE_BYTES, sum(file.num_bytes for file in manifest.files if not shelf.is_local(file)))
+        for number, manifest in zip(samples, files.manifests, strict=False)
+    )
+
+
+def require_quota(settings: PeerConfig, files: CampaignFiles, shelf: TokenShelf, round_bytes: int) -> None:
+    """Raise UserError for a quota that a first start uses up: the trainer would never train."""
+    joining = join_bytes(files, shelf, round_bytes)
+    needed = joining + LEAST_ROUNDS * round_bytes
+    enough = human_bytes(1.01 * needed).replace(" ", "")
     if settings.quota is not None and settings.quota < needed:
-        raise UserError(f"--quota {human_bytes(settings.quota)}/day: does not suffice for the model, {human_bytes(base)}, and "
-                        f"rounds of about {human_bytes(round_bytes)}; give {human_bytes(needed)}/day or more, or no quota")
+        raise UserError(f"--quota {human_bytes(settings.quota)}/day: does not suffice to join, which takes about "
+                        f"{human_bytes(joining)} for the model, text and the rounds meanwhile, and for rounds of about "
+                        f"{human_bytes(round_bytes)}; give {enough}/day or more, or no quota")
 
 
 def _has_room(device: Device, needed: HostBytes, choice: Choice) -> bool:

@@ -18,6 +18,7 @@ from spes_p2p.campaign.files import CampaignFiles, check_run_dir, fetch_campaign
 from spes_p2p.config.addresses import is_loopback, peer_of
 from spes_p2p.config.campaign import PeerConfig
 from spes_p2p.consensus.control import owner_of
+from spes_p2p.content.bases import newest_bases
 from spes_p2p.data.shelf import TokenShelf
 from spes_p2p.errors import NobodyAnswers
 from spes_p2p.messages.admission import Invitation
@@ -25,6 +26,7 @@ from spes_p2p.messages.consensus import Commit
 from spes_p2p.net.interfaces import World
 from spes_p2p.net.libp2p import FIND_EVERY_S, Libp2p
 from spes_p2p.net.reachability import Reachability, describe
+from spes_p2p.net.rpc import RpcEndpoint
 from spes_p2p.net.tasks import beside
 from spes_p2p.observe.console import farewell
 from spes_p2p.observe.events import Event, Observer
@@ -32,6 +34,7 @@ from spes_p2p.peer.announcing import NOTHING_TO_TRAIN, Capacity
 from spes_p2p.peer.leaving import LeaveRequest
 from spes_p2p.peer.life import Peer
 from spes_p2p.rounds.archive import Archive
+from spes_p2p.rounds.base import stored_round
 from spes_p2p.session.admission import admitted, keep_invitation
 from spes_p2p.session.apart import run_apart
 from spes_p2p.session.downstream import Evaluations, continue_prompts, evaluate_tasks
@@ -231,26 +234,35 @@ async def _prepare(
     async with still("importing torch"):
         await asyncio.to_thread(import_module, "spes_p2p.training.trainer")  # streams go on meanwhile
     from spes_p2p.campaign.free_memory import choose_devices
-    from spes_p2p.session.resources import choose_resources, require_disk, require_quota, round_bytes
+    from spes_p2p.session.resources import choose_resources, join_bytes, require_disk, require_quota, round_bytes
 
     require_checkpoint(settings, files.campaign.config)
     devices = choose_devices(settings.devices)
     resources = choose_resources(devices, settings, files.campaign.config)
     require_disk(files, settings, resources)
     expected = round_bytes(files.campaign.config, resources.experts)
-    require_quota(settings, files.campaign.config, expected)
-    pauses.expect(expected)
     async with still("verifying the text on this machine"):
         shelf = await asyncio.to_thread(open_text, files, settings.run_dir, settings.token_cache_bytes)
+    require_quota(settings, files, shelf, expected)
     keep_campaign(files, genesis, settings.run_dir)
     keep_invitation(invitation, settings.run_dir)
     on_joined(files, net.transport.addresses[0])
     store = await asyncio.to_thread(DirectoryStore, settings.run_dir)  # deletes what a dead process left
     async with still("making base 0"):
         await join_with_base_0(first_contact(net), peers, files, genesis, settings, store)
+    missed = None if settings.quota is None else await _missed_rounds(first_contact(net), peers, store)
+    pauses.expect(expected, join_bytes(files, shelf, expected, missed))
     logger.info("room for %s", resources.description)
     keep_loaded_objects()
     return _Ready(files, genesis, invitation, devices, resources, shelf, store)
+
+
+async def _missed_rounds(endpoint: RpcEndpoint, peers: Sequence[str], store: DirectoryStore) -> int | None:
+    """Return the number of rounds since this run-dir's base, as these peers say; None without a base."""
+    own = stored_round(store)
+    if own is None:
+        return None
+    return max((info.round - own for info in await newest_bases(endpoint, peers)), default=0)
 
 
 async def _live_as_trainer(

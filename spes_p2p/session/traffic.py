@@ -41,7 +41,7 @@ class TrafficMeter:
         self._path = run_dir / TRAFFIC_FILE
         self._traffic = Traffic("", 0)
         with suppress(OSError, ValueError):
-            self._traffic = replace(_TRAFFIC.validate_json(self._path.read_bytes()), round_began_bytes=None)
+            self._traffic = replace(_TRAFFIC.validate_json(self._path.read_bytes()), round_began_bytes=None, joined_bytes=0)
         self._rounds = deque([self._traffic.round_bytes], maxlen=KEPT_ROUNDS)
         self._daemon: psutil.Process | None = None
         self._counted = 0
@@ -71,8 +71,9 @@ class TrafficMeter:
         """The daemon has ended, and with it the round."""
         self._daemon, self._traffic = None, replace(self._traffic, round_began_bytes=None)
 
-    def expect(self, round_bytes: int) -> None:
-        """Reckon with rounds of this size until one was measured."""
+    def expect(self, round_bytes: int, join_bytes: int) -> None:
+        """Reckon with rounds of this size until one was measured, and with so much until the base is here."""
+        self._traffic = replace(self._traffic, joined_bytes=self._traffic.used_bytes + join_bytes)
         if not max(self._rounds):
             self._rounds = deque([round_bytes], maxlen=KEPT_ROUNDS)
 
@@ -100,7 +101,8 @@ class TrafficMeter:
                 if self._at_commit:
                     self._rounds.append(self._counted - self._at_commit[-1][1])
                 self._at_commit = [*self._at_commit[:1], (now.timestamp(), self._counted)]
-            self._traffic = replace(self._traffic, round_began_bytes=self._traffic.used_bytes, round_bytes=max(self._rounds))
+            self._traffic = replace(
+                self._traffic, round_began_bytes=self._traffic.used_bytes, round_bytes=max(self._rounds), joined_bytes=0)
 
     def save(self, now: datetime) -> None:
         """Write the count, if there is a run-dir yet."""

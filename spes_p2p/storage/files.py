@@ -18,6 +18,15 @@ def require_writable(folder: Path) -> None:
         raise UserError(f"{folder}: this user may not write to {nearest}; choose another folder")
 
 
+def require_place(file: Path, option: str) -> None:
+    """Raise UserError unless this file, of an option, can be written: its folder has to exist. Called before long work."""
+    if file.is_dir():
+        raise UserError(f"{option} {file}: is a folder; name a file")
+    if not os.path.lexists(file.parent):
+        raise UserError(f"{option} {file}: there is no folder {file.parent}; make it first, or choose another one")
+    require_writable(file.parent)
+
+
 def write_whole(path: Path, content: bytes) -> None:
     """Write a file atomically and durably: to a temporary name, fsync, rename.
 

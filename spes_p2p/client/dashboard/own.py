@@ -14,6 +14,7 @@ import ipaddress
 import secrets
 import time
 from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -74,15 +75,15 @@ class OwnTrainer:
         """Keep `published.own` current. Never returns."""
         while True:
             try:
-                seen = await asyncio.to_thread(self._look)
+                seen = await asyncio.to_thread(self._look, published)
             except UserError as error:  # a run-dir that was moved away may come back
-                seen = {"state": str(error), "pauses": False, "share": to_json(self._share)}
+                seen = {"state": str(error), "pauses": False, "share": self._share_of(published)}
             if seen != published.own:
                 published.own = seen
                 published.publish()
             await asyncio.sleep(LOOK_EVERY_S)
 
-    def _look(self) -> dict[str, Any]:
+    def _look(self, published: Published) -> dict[str, Any]:
         """Return the state, and the figures of the journal, which is read when it has grown."""
         journal = self._run_dir / HISTORY_FILE
         size = journal.stat().st_size if journal.exists() else None
@@ -90,13 +91,20 @@ class OwnTrainer:
         if (size, state) != self._read_at:
             self._read_at, self._share = (size, state), look_at(self._run_dir, self._identity)
         line, pauses = state.line if state else "not running", is_pause_ordered(self._run_dir)
-        return {"state": line, "pauses": pauses, "share": to_json(self._share)}
+        return {"state": line, "pauses": pauses, "share": self._share_of(published)}
 
-    def routes(self) -> list[web.RouteDef]:
+    def _share_of(self, published: Published) -> dict[str, Any]:
+        """Return what it contributed, as a share of the swarm's newest base where that is known: its own may be old."""
+        share: dict[str, Any] = to_json(self._share)
+        if published.view is not None and published.view["round"] > self._share.round:
+            share["share"] = self._share.tokens / max(1, published.view["total_tokens"])
+        return share
+
+    def routes(self, published: Published) -> list[web.RouteDef]:
         """Return the routes of the orders."""
-        return [web.post("/own/{order:pause|resume}", self._order)]
+        return [web.post("/own/{order:pause|resume}", partial(self._order, published))]
 
-    async def _order(self, request: web.Request) -> web.Response:
+    async def _order(self, published: Published, request: web.Request) -> web.Response:
         given = request.headers.get(TOKEN_HEADER, "")
         if not hmac.compare_digest(given.encode(), self.token.encode()):
             raise web.HTTPForbidden(text="open the page with the address that the command printed: it has the token")
@@ -106,7 +114,7 @@ class OwnTrainer:
             await asyncio.to_thread(order_pause, self._run_dir, ORDERS[request.match_info["order"]])
         except UserError as error:
             raise web.HTTPConflict(text=str(error)) from None
-        return web.json_response(await asyncio.to_thread(self._look))
+        return web.json_response(await asyncio.to_thread(self._look, published))
 
 
 @web.middleware

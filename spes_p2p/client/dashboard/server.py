@@ -31,6 +31,8 @@ CARD_HEADERS = {
     "Cache-Control": "public, max-age=60", "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'",
     "X-Content-Type-Options": "nosniff",
 }
+KNOWN = '<script id="known" type="application/json"></script>'
+"""Where the page gets what is known when it is opened; the browser does not run it."""
 PUBLISHED = web.AppKey("published", Published)
 
 
@@ -86,13 +88,15 @@ def make_app(published: Published, own: OwnTrainer | None = None) -> web.Applica
     With the user's own trainer also /own/pause and /own/resume.
     """
     app = web.Application(middlewares=[refuse_other_names] if own else [])
-    app.add_routes(own.routes() if own else [])
+    app.add_routes(own.routes(published) if own else [])
     app[PUBLISHED] = published
     page = files("spes_p2p.client.dashboard").joinpath("page.html").read_text(encoding="utf-8")
     headers = {"Content-Security-Policy": content_policy(page), "X-Content-Type-Options": "nosniff", **NO_STORE}
 
     async def index(request: web.Request) -> web.Response:
-        return web.Response(text=page, content_type="text/html", headers=headers)
+        known = _json({"view": published.document(), "series": published.curves}).replace("<", r"\u003c")
+        text = page.replace(KNOWN, KNOWN.replace("><", f">{known}<"))
+        return web.Response(text=text, content_type="text/html", headers=headers)
 
     def as_json(document: Callable[[], Any]) -> Callable[[web.Request], Awaitable[web.Response]]:
         async def handle(request: web.Request) -> web.Response:
@@ -165,4 +169,8 @@ async def _events(request: web.Request) -> web.StreamResponse:
 
 
 def _event(name: str, document: Any) -> bytes:
-    return f"event: {name}\ndata: {json.dumps(document, separators=(',', ':'), allow_nan=False)}\n\n".encode()
+    return f"event: {name}\ndata: {_json(document)}\n\n".encode()
+
+
+def _json(document: Any) -> str:
+    return json.dumps(document, separators=(",", ":"), allow_nan=False)

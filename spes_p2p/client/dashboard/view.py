@@ -62,7 +62,7 @@ def swarm_view(
     document["gone"] = [
         {"peer_id": each.peer, **_called(totals, each.peer), "tokens": each.tokens, "expert_steps": each.expert_steps}
         for each in totals.contributions
-        if each.peer not in places
+        if each.peer not in places and (each.tokens or each.expert_steps)
     ]
     document["teams"] = totals.teams()
     document["assembled"], document["done"] = swarm.assembled, swarm.done
@@ -97,6 +97,7 @@ def series(
             "rounds": columns,
             "held_out": [(record.round, record.total_tokens, record.validation_loss) for record in held_out],
             "prompts": config.evaluation.prompts,
+            "evaluate_every": config.evaluation.every_rounds,
             "continuations": _continuations(records),
             "schedule": schedule(records, config, control),
         }

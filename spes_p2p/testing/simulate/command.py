@@ -18,6 +18,7 @@ import psutil
 
 from spes_p2p.campaign.files import read_campaign
 from spes_p2p.errors import UserError
+from spes_p2p.storage.files import require_place
 from spes_p2p.testing.simulate.report import RunReport, lines, summary
 from spes_p2p.testing.simulate.scenario import OPTIONS, load_scenario, runs_of
 from spes_p2p.testing.simulate.virtual import run_seeds
@@ -41,7 +42,7 @@ def simulate_virtual(
     if event_log is not None and scenario.attackers:
         raise UserError(f"--event-log {event_log}: holds one run; attackers take two or more of a seed, so leave them out")
     if event_log is not None:
-        _write(event_log, ())  # refuse a path that cannot be written before the run, not after it
+        require_place(event_log, "--event-log")
     started, results = time.monotonic(), list[RunReport]()
     with progress as update:
 
