@@ -365,8 +365,8 @@ def test_swarm_is_assembled_by_round_0_and_done_with_the_last() -> None:
 
 def test_a_phase_without_steps_so_far_shows_none() -> None:
     status = status_after(commit(5), StateEntered("training"))
-    assert "training 0/0" not in shown([status])
-    assert "training 3/10" in shown([status_after(commit(5), StateEntered("training"), TrainingProgress(6, 3, 10, 100.0))])
+    assert "%" not in shown([status])
+    assert "training 30 %" in shown([status_after(commit(5), StateEntered("training"), TrainingProgress(6, 3, 10, 100.0))])
 
 
 def test_last_round_is_told_by_a_peer_that_took_part() -> None:
@@ -445,7 +445,7 @@ def test_a_long_phase_speaks_once_a_minute(log: pytest.LogCaptureFixture) -> Non
         clock.now += HEARTBEAT_S / 20
         peer(TrainingProgress(1, step, 100, 50.0))
     assert len(log.messages) == 5
-    assert log.messages[0] == "round 1/10 · training, step 20/100 · 50 tokens/s"
+    assert log.messages[0] == "round 1/10 · training, 20 % · 50 tokens/s"
 
 
 @pytest.mark.parametrize(
@@ -475,8 +475,8 @@ def test_round_0_says_that_the_swarm_is_assembled_and_who_trains_what(log: pytes
     ("number", "source", "expected"),
     [
         (BEFORE_TRAINING, "download", "downloaded base 0 (digest 0123456789ab); next: assembling the swarm"),
-        (0, "disk", "base 0 is in place (digest 0123456789ab); next: round 1/10"),
-        (6, "disk", "base 6 is in place (digest 0123456789ab); next: round 7/10"),
+        (0, "disk", "base 0 is in place (digest 0123456789ab); asking for the rounds since"),
+        (6, "rollback", "base 6 is that of an earlier round (digest 0123456789ab); next: round 7/10"),
         (ROUNDS, "download", "downloaded base 10 (digest 0123456789ab); the campaign is done"),
     ],
 )
@@ -543,7 +543,7 @@ def test_table_fits_eighty_columns_and_has_a_row_a_peer() -> None:
     assert any("held-out 4.250 (round 100)" in line and line.rstrip().endswith("merge 0.100") for line in lines)
     statuses = [status_after(commit(5), *training, peer_id=peer) for peer in ("peer-aaaaaa", "peer-bbbbbb")]
     text = shown(statuses, width=80)
-    rows = [line for line in text.splitlines() if "training 123/200" in line]
+    rows = [line for line in text.splitlines() if "training 61 %" in line]
     assert [row.split()[0] for row in rows] == ["aaaaaa", "bbbbbb"]
     assert ["■·■" in rows[0], "·■■" in rows[1]] == [True, True]
     assert "…" not in text
@@ -562,9 +562,11 @@ def test_what_is_wrong_is_said_under_the_table() -> None:
     assert [line.rstrip() for line in text.splitlines() if line.startswith("!")] == [
         "! no peer trains expert 1",
         "! peers at round 5 hold different bases",
-        "! failed attempts: timeout 1",
+        "! failed attempts at round 6 so far: timeout 1",
         "! peer 3 ended with code 1",
     ]
+    over = status_after(RoundFailed(6, 1, "timeout", ""), commit(6))
+    assert (over.failures, "failed" in shown([over])) == ({"timeout": 1}, False)
 
 
 def test_markup_in_a_peers_words_is_not_obeyed() -> None:

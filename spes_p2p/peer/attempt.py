@@ -149,7 +149,8 @@ class RoundMember:
             return attempt
         await self._leave.wait(BACKOFF_S)
         if refused.code in (Code.CLOSED, Code.ALIVE, Code.LEAVING):
-            logger.info("round %d: %s", target, refused.detail)
+            if coordinator != self._node.peer_id:
+                logger.info("round %d: %s (%s)", target, refused.detail, coordinator[-6:])
             if refused.code is Code.CLOSED:
                 self._patience.proposed(coordinator)
                 return attempt
