@@ -139,7 +139,7 @@ def test_a_round_that_fails_again_and_again_says_so_once_a_minute_and_how_many_a
     trainer(commit(2))
     trainer(PeersSeen(1, 0, ("peer-aaaaaa",), ("helper", "peer-aaaaaa")))
     for attempt in range(6):
-        trainer(RoundFailed(3, attempt, "coordinator_lost", "helper cannot be dialled"))
+        trainer(RoundFailed(3, attempt, "coordinator_lost", f"Qm{'h' * 38}helper cannot be dialled"))
         clock.now += 15
     trainer(commit(3))
     first, later, decided = log.messages[1:]

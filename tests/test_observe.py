@@ -13,6 +13,7 @@ from pathlib import Path
 
 import msgpack
 import pytest
+from exchange_round import LAYOUT, make_plan_of, member
 from hypothesis import given
 from hypothesis import strategies as st
 from observed_events import FIRST_COMMIT, OWNERS, ROUNDS, Clock, assembly, commit, new_board, shown, status_after
@@ -20,6 +21,7 @@ from rich.console import Console
 
 from spes_p2p.errors import UserError
 from spes_p2p.messages.presence import PeerStatus
+from spes_p2p.net.throughput import UNKNOWN_BYTES_PER_S
 from spes_p2p.observe import history
 from spes_p2p.observe.console import HEARTBEAT_S, RoundLog
 from spes_p2p.observe.events import (
@@ -48,6 +50,7 @@ from spes_p2p.observe.status import StatusBoard
 from spes_p2p.observe.swarm_status import gather, swarm_status
 from spes_p2p.observe.table import SwarmView, round_line
 from spes_p2p.observe.units import human_bytes, human_count, human_indices, human_seconds
+from spes_p2p.peer.reporter import median_upload
 
 KEPT: tuple[Event, ...] = (
     BaseRestored(BEFORE_TRAINING, 0, 100, 0, "d", "disk", OWNERS),
@@ -682,3 +685,10 @@ def test_plot_without_a_round_or_a_folder_is_refused(tmp_path: Path) -> None:
 )
 def test_numbers_as_people_read_them(text: str, expected: str) -> None:
     assert text == expected
+
+
+def test_a_line_is_compared_with_those_of_trainers_not_with_what_a_helper_assumes_of_its_own() -> None:
+    made = [replace(member(name, 10, (0,) * LAYOUT.num_experts), bandwidth=rate) for name, rate in (("A", 1e5), ("B", 2e5))]
+    helper = replace(member("W", 0, (0,) * LAYOUT.num_experts), bandwidth=UNKNOWN_BYTES_PER_S, trains=False)
+    assert median_upload(make_plan_of([*made, helper]), "A") == 2e5
+    assert median_upload(make_plan_of([made[0], helper]), "A") == 0

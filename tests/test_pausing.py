@@ -7,6 +7,7 @@ import contextlib
 import fcntl
 import json
 import os
+import re
 import urllib.request
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
@@ -89,6 +90,10 @@ def test_a_trainer_that_is_paused_leaves_and_trains_again_after_resume(campaign:
         assert "no checkpoint of round" not in sleeper.log, "it kept its moments"
         assert {len(found) for found in swarm.digests().values()} == {1}
         assert swarm.terminate("peer-1") == 0
+        assert re.search(r"^[\d:]{8} joined campaign test", sleeper.log, re.MULTILINE)
+        bootstrap = swarm["bootstrap"]
+        assert swarm.terminate("bootstrap") == 0
+        assert f"left · to continue, start it again with --run-dir {bootstrap.run_dir}" in bootstrap.log
 
 
 def test_orders_touch_no_folder_but_a_trainers_and_no_file_but_their_own(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -41,6 +42,8 @@ FORECAST_EVERY_S = 3600.0
 """Repeat what the quota leaves after this long."""
 SLOW_LINK_EVERY_S = 3600.0
 """Minimum interval between two remarks about this peer's link."""
+
+PEER_ID = re.compile(r"\b(Qm|12D)\w{40,60}\b")
 
 _SOURCES = {"disk": "base {} is in place",  # made just now, or kept from before
             "download": "downloaded base {}",
@@ -242,7 +245,7 @@ class RoundLog:
         if self._sees_no_trainer() or not (is_first or self._clock() - self._spoke_at >= HEARTBEAT_S):
             return None
         failing.reasons.add(event.reason)
-        why = f"{event.reason}: {event.detail}" if event.detail else event.reason
+        why = f"{event.reason}: {PEER_ID.sub(_short, event.detail)}" if event.detail else event.reason
         if is_first:
             return f"{self._nth(event.round)}, attempt {event.attempt} failed ({why}); nothing applied, work kept"
         since = human_seconds(self._clock() - failing.since)
@@ -342,6 +345,10 @@ class RoundLog:
 
     def _nth(self, number: int) -> str:
         return f"round {max(0, number)}/{self._board.status.total_rounds}"
+
+
+def _short(peer_id: re.Match[str]) -> str:
+    return short_peer(peer_id[0])
 
 
 _LEVELS: dict[type, int] = {

@@ -148,7 +148,7 @@ class RoundCommitted(Event):
     upload: float = 0.0
     """Measured upload rate of this peer's link, in bytes per second; 0: unknown."""
     median_upload: float = 0.0
-    """The same of the other members, as announced; 0: unknown."""
+    """The same of the other trainers, as announced; 0: unknown."""
     names: tuple[tuple[str, str, str], ...] = ()
     """Peer id, name and team of members that this process had not seen under that name; empty: none."""
 

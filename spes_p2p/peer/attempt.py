@@ -233,7 +233,7 @@ class RoundMember:
             if reply is None:
                 return
             reply = await stream.alive(self._node.relay.received(reply, stream.remote))
-            if trains:
+            if trains and not paused:
                 seconds["announce"] = clock() - started
             if reply.kind == Kind.PROPOSAL:
                 plan = await self._plan(await unpack_beside(Proposal, reply.body), stream.remote)

@@ -192,8 +192,12 @@ def trainers_of(plan: Plan) -> tuple[str, ...]:
 
 
 def median_upload(plan: Plan, peer: str) -> float:
-    """Return the median upload of the other members that announced one, in bytes per second; 0 if there is none."""
-    uploads = [member.bandwidth for member in plan.members if member.peer != peer and member.bandwidth > 0]
+    """Return the median upload of the other trainers that announced one, in bytes per second; 0 if there is none.
+
+    A helper that has sent little announces what is assumed of a line.
+    """
+    trainers = (member for member in plan.members if member.trains and member.peer != peer)
+    uploads = [member.bandwidth for member in trainers if member.bandwidth > 0]
     return statistics.median(uploads) if uploads else 0.0
 
 
