@@ -9,8 +9,9 @@ import pytest
 
 from spes_p2p.errors import Refused
 from spes_p2p.messages.refusals import Code
-from spes_p2p.observe.events import RoundFailed
+from spes_p2p.observe.events import BaseRestored, CaughtUp, PeersSeen, RoundCommitted, RoundFailed
 from spes_p2p.peer.exchanges import Exchanges
+from spes_p2p.peer.node import CONTACT_TTL_S
 from spes_p2p.testing.simulate.swarm import VirtualSwarm, campaign, simulate
 
 SOON_S = 60.0
@@ -59,6 +60,39 @@ def test_a_swarm_that_was_shut_down_politely_goes_on_when_all_are_back(trainers:
         for name in ("W", *trainers):
             swarm.restart(name)
         await assert_goes_on(swarm)
+
+    simulate(main)
+
+
+def test_who_left_is_not_there_for_the_others_though_its_contact_has_not_expired_until_it_is_back() -> None:
+    async def main() -> None:
+        swarm = await left_in_round_3("ABC", "B")
+        await asyncio.sleep(CONTACT_TTL_S / 2)
+        for trainers in (2, 3):
+            for name in "WAC":
+                seen = swarm.recorders[name].of(PeersSeen)[-1]
+                assert (seen.trainers, "B" in seen.living) == (trainers, trainers == 3)
+            if trainers == 2:
+                swarm.restart("B")
+                await asyncio.sleep(CONTACT_TTL_S)
+
+    simulate(main)
+
+
+def test_who_missed_rounds_reports_once_from_which_to_which_it_caught_up_and_the_others_never_do() -> None:
+    async def main() -> None:
+        swarm = await left_in_round_3("ABC", "B")
+        left_at = swarm.round_of("B")
+        await swarm.until(lambda: swarm.round_of("A") >= left_at + 4, SOON_S)
+        seen = len(swarm.recorders["B"].events)
+        swarm.restart("B")
+        await swarm.until(lambda: "B" in swarm.nodes["W"].log.last.members)
+        events = swarm.recorders["B"].events[seen:]
+        [caught_up] = [event for event in events if isinstance(event, CaughtUp)]
+        assert (caught_up.since, caught_up.round >= left_at + 4) == (left_at, True)
+        after = events[events.index(caught_up) + 1 :]
+        assert any(isinstance(event, BaseRestored | RoundCommitted) and event.round == caught_up.round for event in after)
+        assert swarm.recorders["A"].of(CaughtUp) == []
 
     simulate(main)
 

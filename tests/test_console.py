@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from observed_events import ROUNDS, Clock, assembly, commit, new_board, shown, status_after
+from observed_events import OWNERS, ROUNDS, Clock, assembly, commit, new_board, shown, status_after
 from rich.console import Console
 from synthetic_swarm import synthetic_swarm
 
@@ -18,12 +18,15 @@ from spes_p2p.messages.presence import Contribution
 from spes_p2p.observe.console import DOWNLOAD_EVERY_S, FORECAST_EVERY_S, HEARTBEAT_S, SLOW_LINK_EVERY_S, RoundLog, farewell
 from spes_p2p.observe.events import (
     BaseRestored,
+    CaughtUp,
     Controlled,
     DownloadProgress,
+    Evaluated,
     Observer,
     PeersSeen,
     PhaseTrained,
     QuotaForecast,
+    RoundFailed,
     StateEntered,
     TrainingProgress,
     to_all,
@@ -52,7 +55,7 @@ def test_while_the_swarm_assembles_each_change_says_how_many_trainers_are_there(
     helper(BaseRestored(-1, 0, 50, 0, "d", "disk", ((), ()), 10))
     for trainers in (0, 1, 1, 2):
         helper(PeersSeen(trainers, 1, tuple(f"peer-{i}" for i in range(trainers)), ()))
-    assert log.messages[1:] == [f"waiting for the others: {count} of 3 trainers" for count in (0, 1, 2)]
+    assert log.messages[1:] == [f"waiting for trainers: {count} of the 3 that the first round needs" for count in (0, 1, 2)]
 
 
 def test_who_got_the_base_after_it_saw_the_others_says_that_it_waits(log: pytest.LogCaptureFixture) -> None:
@@ -63,11 +66,11 @@ def test_who_got_the_base_after_it_saw_the_others_says_that_it_waits(log: pytest
     trainer(BaseRestored(-1, 0, 50, 0, "d", "download", ((), ()), 10))
     for _ in range(2):
         trainer(PeersSeen(1, 1, ("helper", "peer-aaaaaa"), ()))
-    assert log.messages[1:] == ["waiting for the others: 1 of 2 trainers"]
+    assert log.messages[1:] == ["waiting for trainers: 1 of the 2 that the first round needs"]
     trainer(StateEntered("announcing"))
     clock.now += HEARTBEAT_S
     trainer(PeersSeen(1, 1, ("helper", "peer-aaaaaa"), ()))
-    assert log.messages[2:] == ["waiting for the others for 1m00s: 1 of 2 trainers"]
+    assert log.messages[2:] == ["waiting for trainers for 1m00s: 1 of the 2 that the first round needs"]
 
 
 def test_a_helper_that_waits_for_the_first_trainers_repeats_it_every_ten_minutes(log: pytest.LogCaptureFixture) -> None:
@@ -79,10 +82,110 @@ def test_a_helper_that_waits_for_the_first_trainers_repeats_it_every_ten_minutes
     for _ in range(21):
         helper(PeersSeen(0, 1, (), ()))
         clock.now += HEARTBEAT_S
+    count = "0 of the 1 that the first round needs"
     assert log.messages[1:] == [
-        "waiting for the others: 0 of 1 trainer", "waiting for the others for 10m00s: 0 of 1 trainer",
-        "waiting for the others for 20m00s: 0 of 1 trainer",
+        f"waiting for trainers{waited}: {count}" for waited in ("", " for 10m00s", " for 20m00s")
     ]
+
+
+def test_a_campaign_that_is_under_way_waits_for_no_first_round_where_nobody_owns_experts(log: pytest.LogCaptureFixture) -> None:
+    clock = Clock()
+    board = new_board(clock, "peer-aaaaaa", "trainer")
+    trainer = to_all(board.update, RoundLog(board, clock, min_peers=2).show)
+    trainer(BaseRestored(6, 60, 100, 6000, "d", "disk", (), 10))
+    trainer(PeersSeen(1, 1, ("helper", "peer-aaaaaa"), ()))
+    assert log.messages == ["base 6 is in place (digest d); asking for the rounds since"]
+
+
+def test_a_helper_says_once_that_rounds_wait_for_a_trainer_and_once_that_they_go_on(log: pytest.LogCaptureFixture) -> None:
+    clock = Clock()
+    helper = console_of(clock, "helper", "helper")
+    here = PeersSeen(1, 1, ("helper", "peer-aaaaaa"), ("peer-aaaaaa",))
+    helper(commit(2))
+    helper(here)
+    log.clear()
+    for attempt in range(40):  # killed: first it counts as there, then not
+        clock.now += 15
+        helper(RoundFailed(3, attempt, "coordinator_lost", "aaaaaa cannot be dialled"))
+        helper(here if attempt < 2 else PeersSeen(0, 1, ("helper",), ("peer-aaaaaa",)))
+    helper(here)
+    helper(commit(3))
+    helper(commit(4))
+    assert [message.split(" · loss")[0] for message in log.messages] == [
+        "round 3/10, attempt 0 failed (coordinator_lost: aaaaaa cannot be dialled); nothing applied, work kept",
+        "aaaaaa left · no trainer is here: rounds wait until one joins",
+        "aaaaaa joined · 1 trainer",
+        "round 3/10",
+        "round 4/10",
+    ]
+    assert ["rounds go on" in message for message in log.messages[-2:]] == [True, False]
+
+
+def test_a_helper_that_starts_without_trainers_says_that_rounds_wait_and_warns_not(log: pytest.LogCaptureFixture) -> None:
+    helper = console_of(Clock(), "helper", "helper")
+    helper(BaseRestored(6, 60, 100, 6000, "d", "disk", (("peer-aaaaaa",),), 10))
+    for attempt in range(9):
+        helper(RoundFailed(7, attempt, "coordinator_lost", ""))
+        helper(PeersSeen(0, 1, ("helper",), ("peer-aaaaaa",)))
+        assert (len(log.messages) > 1) == (attempt > 0), "at first it may not have found them yet"
+    assert log.messages[1:] == ["no trainer is here: rounds wait until one joins"]
+
+
+def test_a_round_that_fails_again_and_again_says_so_once_a_minute_and_how_many_attempts_it_took(
+    log: pytest.LogCaptureFixture
+) -> None:
+    clock = Clock()
+    trainer = console_of(clock, "peer-aaaaaa", "trainer")
+    trainer(commit(2))
+    trainer(PeersSeen(1, 0, ("peer-aaaaaa",), ("helper", "peer-aaaaaa")))
+    for attempt in range(6):
+        trainer(RoundFailed(3, attempt, "coordinator_lost", f"Qm{'h' * 38}helper cannot be dialled"))
+        clock.now += 15
+    trainer(commit(3))
+    first, later, decided = log.messages[1:]
+    assert first.startswith("round 3/10, attempt 0 failed (coordinator_lost: helper cannot be dialled)")
+    assert later == (
+        "round 3/10: 5 attempts failed in 1m00s, the last: coordinator_lost: helper cannot be dialled · 1 of 2 electors "
+        "missing (helper): rounds wait for them, or for the bootstrap peer to go on without them"
+    )
+    assert "decided after 6 failed attempts" in decided
+
+
+def test_a_peer_that_catches_up_says_in_one_line_from_which_round_to_which(log: pytest.LogCaptureFixture) -> None:
+    clock = Clock()
+    trainer = console_of(clock, "peer-aaaaaa", "trainer")
+    trainer(BaseRestored(2, 20, 100, 2000, "d", "disk", OWNERS, 10))
+    trainer(Controlled(2, 1, "running", "from round 2 on learning_rate 0.1", "from round 2 on learning_rate 0.1"))
+    trainer(CaughtUp(2, 6, 0.5))
+    for number in range(3, 7):
+        trainer(Evaluated(number - 1, 4.0))
+        trainer(commit(number, seconds={"apply": 0.5}))
+        if number < 6:
+            trainer(Controlled(number, number, "paused" if number % 2 else "running", "paused" if number % 2 else "", "news"))
+    trainer(commit(7))
+    trainer(CaughtUp(7, 9, 2.0))
+    trainer(BaseRestored(9, 90, 100, 9000, "d9", "download", OWNERS, 10))
+    assert log.messages[:2] == [
+        "base 2 is in place (digest d); asking for the rounds since",
+        "round 6/10 · loss 4.500 · experts 0 2 · 2 trainers · caught up from round 2 in 0.50 s · ordered by the owner: paused",
+    ]
+    assert log.messages[3:] == ["downloaded base 9 (digest d9), caught up from round 7 in 2.00 s; next: round 10/10"]
+    assert "synced" in log.messages[2]
+
+
+def test_of_old_orders_only_those_that_stop_training_are_told_and_of_new_ones_what_they_change(
+    log: pytest.LogCaptureFixture
+) -> None:
+    rate, paused = "from round 2 on learning_rate 0.1", "paused, from round 2 on learning_rate 0.1"
+    for first in (Controlled(2, 1, "running", rate, rate), Controlled(2, 2, "paused", paused, paused)):
+        trainer = console_of(Clock(), "peer-aaaaaa", "trainer")
+        trainer(BaseRestored(2, 20, 100, 2000, "d", "disk", OWNERS, 10))
+        trainer(first)
+        trainer(commit(3))
+        trainer(Controlled(3, 3, "running", rate, "resumed"))
+    told = [message for message in log.messages if "owner" in message]
+    resumed = "round 3/10 · ordered by the owner: resumed"
+    assert told == [resumed, "ordered by the owner: paused", resumed]
 
 
 def test_a_helper_says_each_round_in_one_line(log: pytest.LogCaptureFixture) -> None:
@@ -153,17 +256,21 @@ def test_a_long_wait_says_what_for_and_which_electors_are_missing(log: pytest.Lo
         clock.now += HEARTBEAT_S / 12
         trainer(PeersSeen(1, 1, ("helper", "peer-aaaaaa"), ELECTORS))
     assert log.messages == [
-        f"round 4/10 · waiting for the plan for {minutes}m00s · 1 of 3 electors are missing (bbbbbb)" for minutes in (1, 2)
+        f"round 4/10 · waiting for the plan for {minutes}m00s · 1 of 3 electors missing (bbbbbb)" for minutes in (1, 2)
     ]
 
 
-def test_a_download_speaks_every_ten_seconds_and_at_its_end(log: pytest.LogCaptureFixture) -> None:
+def test_a_download_speaks_every_ten_seconds_and_its_end_is_told_once(log: pytest.LogCaptureFixture) -> None:
     clock = Clock()
     trainer = console_of(clock, "peer-aaaaaa", "trainer")
     for done in range(1, 101):
         clock.now += DOWNLOAD_EVERY_S / 40
         trainer(DownloadProgress("the base", done, 100))
-    assert log.messages == ["downloading the base: 40 %", "downloading the base: 80 %", "downloading the base: 100 %"]
+    trainer(DownloadProgress("the base", 100, 100))
+    trainer(BaseRestored(2, 20, 100, 2000, "d", "download", OWNERS, 10))
+    assert log.messages == [
+        "downloading the base: 40 %", "downloading the base: 80 %", "downloaded base 2 (digest d); next: round 3/10",
+    ]
 
 
 def test_a_peer_without_a_base_does_not_speak_for_those_who_have_one() -> None:
@@ -214,8 +321,9 @@ def line_at_a_terminal(*events: StateEntered | TrainingProgress | DownloadProgre
 @pytest.mark.parametrize(
     ("events", "expected"),
     [
-        ((StateEntered("announcing"),), ["round 3 · waiting for the others and the plan"]),
-        ((StateEntered("training"), TrainingProgress(3, 5, 20, 1234.0)), ["round 3 · training", "step 5/20 · 1.23k tokens/s"]),
+        ((StateEntered("announcing"),), ["round 3 · waiting for the plan"]),
+        ((StateEntered("training"), TrainingProgress(3, 5, 20, 1234.0)), ["round 3 · training", "25 % · 1.23k tokens/s"]),
+        ((BaseRestored(-1, 0, 100, 0, "d", "disk", ((), ())), StateEntered("waiting")), ["round 0 · serving"]),
         ((StateEntered("downloading"), DownloadProgress("the base", 1, 4)), ["downloading the base", "25 %"]),
         ((StateEntered("invented"),), ["round 3 · invented"]),
     ],

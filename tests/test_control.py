@@ -15,7 +15,7 @@ from spes_p2p.campaign.orders import CampaignView, parse_order
 from spes_p2p.client.owner import _view
 from spes_p2p.consensus.certificate import vote_message
 from spes_p2p.consensus.commit_log import CommitLog
-from spes_p2p.consensus.control import describe, is_rollback, number_of, owner_of, signed
+from spes_p2p.consensus.control import describe, describe_news, is_rollback, number_of, owner_of, signed
 from spes_p2p.errors import UPGRADE, PeerUnreachable, Refused, UserError
 from spes_p2p.messages.codec import pack, unpack
 from spes_p2p.messages.consensus import Ballot, CertifiedCommit, Change, Control, ControlRequest, Known, Pardon, Vote
@@ -84,7 +84,7 @@ def test_a_record_that_one_peer_got_holds_for_all_from_the_same_round_on() -> No
         assert set(applied(swarm, 1)) == set("WABC")
         pause = record(swarm, 1, "paused")
         told = [recorder.of(Controlled) for recorder in swarm.recorders.values()]
-        assert told == [[Controlled(applied(swarm, 1)["A"], 1, "paused", "paused")]] * 4
+        assert told == [[Controlled(applied(swarm, 1)["A"], 1, "paused", "paused", "paused")]] * 4
         assert all(node.controls.newest == pause for node in swarm.nodes.values())
 
     simulate(main)
@@ -200,7 +200,7 @@ def test_who_joins_a_paused_swarm_waits_with_the_others_and_trains_when_it_goes_
         swarm.start("D")
         await swarm.until(lambda: swarm.round_of("D") == number)
         await asyncio.sleep(50)
-        assert swarm.recorders["D"].of(Controlled) == [Controlled(number, 1, "paused", "paused")]
+        assert swarm.recorders["D"].of(Controlled) == [Controlled(number, 1, "paused", "paused", "paused")]
         await send(swarm, "D", record(swarm, 2, "running"))
         await swarm.until_round(number + 2)
         assert set(applied(swarm, 2)) == set("WABCD")
@@ -637,6 +637,22 @@ def test_a_change_is_listed_until_a_later_one_of_the_same_field_holds() -> None:
     assert describe(twice, 8) == rest  # the phase that round 9 takes has begun
     partly = ordered((5, '{"total_steps":60,"warmup_steps":2}'), (6, '{"total_steps":80}'))
     assert describe(partly, 9) == "from round 5 on warmup_steps 2, from round 6 on total_steps 80"
+
+
+def test_news_of_an_order_are_what_it_changes() -> None:
+    told: list[str] = []
+    newest: Control | None = None
+    for words in ("schedule 9 learning_rate=0.5", "pause", "resume", "schedule 9 learning_rate=0.5", f"ban {OTHER_ID}",
+                  f"unban {OTHER_ID}", f"require {PROTOCOL_VERSION} from 9"):
+        order = parse_order(words.split())(view(newest=newest))
+        told.append(describe_news(order, newest, 4))
+        newest = order
+    assert newest is not None
+    rate, short = "from round 9 on learning_rate 0.5", OTHER_ID[-6:]
+    assert told == [rate, "paused", "resumed", rate, f"{short} banned", f"{short} no longer banned",
+                    f"protocol {PROTOCOL_VERSION} required from round 9 on"]
+    assert describe_news(replace(newest, number=9, rollback=4), newest, 4) == "rolled back to round 4"
+    assert describe_news(newest, newest, 4) == ""
 
 
 def test_an_order_keeps_what_was_ordered_before() -> None:

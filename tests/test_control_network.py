@@ -48,9 +48,9 @@ def wait_until_all_were_told(swarm: LocalPeers, number: int, state: str) -> int:
 
 
 def test_a_swarm_pauses_goes_on_goes_back_and_stops_as_its_owner_says(swarm: LocalPeers, tmp_path: Path) -> None:
-    assert "3 of 3 peers have record 1" in order(swarm, "pause").stdout
+    assert "ordered: paused; 3 of 3 peers have order 1" in order(swarm, "pause").stdout
     paused = wait_until_all_were_told(swarm, 1, "paused")
-    assert "is already paused (record 1)" in order(swarm, "pause").stderr
+    assert "is already paused (order 1)" in order(swarm, "pause").stderr
     assert order(swarm, "resume").code == 0
     resumed = wait_until_all_were_told(swarm, 2, "running")
     assert resumed == paused + 1

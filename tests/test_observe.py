@@ -13,6 +13,7 @@ from pathlib import Path
 
 import msgpack
 import pytest
+from exchange_round import LAYOUT, make_plan_of, member
 from hypothesis import given
 from hypothesis import strategies as st
 from observed_events import FIRST_COMMIT, OWNERS, ROUNDS, Clock, assembly, commit, new_board, shown, status_after
@@ -21,6 +22,7 @@ from rich.console import Console
 from spes_p2p.client.local_swarm import in_these_rounds
 from spes_p2p.errors import UserError
 from spes_p2p.messages.presence import PeerStatus
+from spes_p2p.net.throughput import UNKNOWN_BYTES_PER_S
 from spes_p2p.observe import history
 from spes_p2p.observe.console import HEARTBEAT_S, RoundLog
 from spes_p2p.observe.events import (
@@ -49,6 +51,7 @@ from spes_p2p.observe.status import StatusBoard
 from spes_p2p.observe.swarm_status import gather, swarm_status
 from spes_p2p.observe.table import SwarmView, round_line
 from spes_p2p.observe.units import human_bytes, human_count, human_indices, human_seconds
+from spes_p2p.peer.reporter import median_upload
 
 KEPT: tuple[Event, ...] = (
     BaseRestored(BEFORE_TRAINING, 0, 100, 0, "d", "disk", OWNERS),
@@ -366,8 +369,8 @@ def test_swarm_is_assembled_by_round_0_and_done_with_the_last() -> None:
 
 def test_a_phase_without_steps_so_far_shows_none() -> None:
     status = status_after(commit(5), StateEntered("training"))
-    assert "training 0/0" not in shown([status])
-    assert "training 3/10" in shown([status_after(commit(5), StateEntered("training"), TrainingProgress(6, 3, 10, 100.0))])
+    assert "%" not in shown([status])
+    assert "training 30 %" in shown([status_after(commit(5), StateEntered("training"), TrainingProgress(6, 3, 10, 100.0))])
 
 
 def test_last_round_is_told_by_a_peer_that_took_part() -> None:
@@ -446,7 +449,7 @@ def test_a_long_phase_speaks_once_a_minute(log: pytest.LogCaptureFixture) -> Non
         clock.now += HEARTBEAT_S / 20
         peer(TrainingProgress(1, step, 100, 50.0))
     assert len(log.messages) == 5
-    assert log.messages[0] == "round 1/10 · training, step 20/100 · 50 tokens/s"
+    assert log.messages[0] == "round 1/10 · training, 20 % · 50 tokens/s"
 
 
 @pytest.mark.parametrize(
@@ -476,8 +479,8 @@ def test_round_0_says_that_the_swarm_is_assembled_and_who_trains_what(log: pytes
     ("number", "source", "expected"),
     [
         (BEFORE_TRAINING, "download", "downloaded base 0 (digest 0123456789ab); next: assembling the swarm"),
-        (0, "disk", "base 0 is in place (digest 0123456789ab); next: round 1/10"),
-        (6, "disk", "base 6 is in place (digest 0123456789ab); next: round 7/10"),
+        (0, "disk", "base 0 is in place (digest 0123456789ab); asking for the rounds since"),
+        (6, "rollback", "base 6 is that of an earlier round (digest 0123456789ab); next: round 7/10"),
         (ROUNDS, "download", "downloaded base 10 (digest 0123456789ab); the campaign is done"),
     ],
 )
@@ -544,7 +547,7 @@ def test_table_fits_eighty_columns_and_has_a_row_a_peer() -> None:
     assert any("held-out 4.250 (round 100)" in line and line.rstrip().endswith("merge 0.100") for line in lines)
     statuses = [status_after(commit(5), *training, peer_id=peer) for peer in ("peer-aaaaaa", "peer-bbbbbb")]
     text = shown(statuses, width=80)
-    rows = [line for line in text.splitlines() if "training 123/200" in line]
+    rows = [line for line in text.splitlines() if "training 61 %" in line]
     assert [row.split()[0] for row in rows] == ["aaaaaa", "bbbbbb"]
     assert ["■·■" in rows[0], "·■■" in rows[1]] == [True, True]
     assert "…" not in text
@@ -563,9 +566,11 @@ def test_what_is_wrong_is_said_under_the_table() -> None:
     assert [line.rstrip() for line in text.splitlines() if line.startswith("!")] == [
         "! no peer trains expert 1",
         "! peers at round 5 hold different bases",
-        "! failed attempts: timeout 1",
+        "! failed attempts at round 6 so far: timeout 1",
         "! peer 3 ended with code 1",
     ]
+    over = status_after(RoundFailed(6, 1, "timeout", ""), commit(6))
+    assert (over.failures, "failed" in shown([over])) == ({"timeout": 1}, False)
 
 
 def test_markup_in_a_peers_words_is_not_obeyed() -> None:
@@ -694,3 +699,10 @@ def test_plot_without_a_round_or_a_folder_is_refused(tmp_path: Path) -> None:
 )
 def test_numbers_as_people_read_them(text: str, expected: str) -> None:
     assert text == expected
+
+
+def test_a_line_is_compared_with_those_of_trainers_not_with_what_a_helper_assumes_of_its_own() -> None:
+    made = [replace(member(name, 10, (0,) * LAYOUT.num_experts), bandwidth=rate) for name, rate in (("A", 1e5), ("B", 2e5))]
+    helper = replace(member("W", 0, (0,) * LAYOUT.num_experts), bandwidth=UNKNOWN_BYTES_PER_S, trains=False)
+    assert median_upload(make_plan_of([*made, helper]), "A") == 2e5
+    assert median_upload(make_plan_of([made[0], helper]), "A") == 0

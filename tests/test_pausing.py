@@ -7,6 +7,7 @@ import contextlib
 import fcntl
 import json
 import os
+import re
 import urllib.request
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
@@ -21,7 +22,7 @@ from spes_p2p.client.own_peer import give_pause_order
 from spes_p2p.config.addresses import EXAMPLE_ADDRESS
 from spes_p2p.config.campaign import PeerConfig, make_peer_config
 from spes_p2p.errors import NobodyAnswers, UserError
-from spes_p2p.observe.events import BaseRestored, RoundFailed
+from spes_p2p.observe.events import BaseRestored, RoundFailed, StateEntered
 from spes_p2p.session.own_state import OwnState, StateFile, order_pause, read_own_state
 from spes_p2p.session.pausing import Pauses
 from spes_p2p.session.run import run_join
@@ -83,12 +84,16 @@ def test_a_trainer_that_is_paused_leaves_and_trains_again_after_resume(campaign:
 
         left_at = swarm.newest_round()
         resumed = call("resume", str(sleeper.run_dir))
-        assert (resumed.code, resumed.stdout.strip() in ("preparing", "running")) == (0, True)
+        assert (resumed.code, resumed.stdout) == (0, "running: it trains\n")
         swarm.wait(lambda: works_again(sleeper, left_at), 60, "the paused peer's work is in a round again")
         assert sleeper.events(BaseRestored)[-1].source in ("disk", "download")
         assert "no checkpoint of round" not in sleeper.log, "it kept its moments"
         assert {len(found) for found in swarm.digests().values()} == {1}
         assert swarm.terminate("peer-1") == 0
+        assert re.search(r"^[\d:]{8} joined campaign test", sleeper.log, re.MULTILINE)
+        bootstrap = swarm["bootstrap"]
+        assert swarm.terminate("bootstrap") == 0
+        assert f"left · to continue, start it again with --run-dir {bootstrap.run_dir}" in bootstrap.log
 
 
 def test_orders_touch_no_folder_but_a_trainers_and_no_file_but_their_own(tmp_path: Path) -> None:
@@ -141,14 +146,42 @@ def test_a_trainer_that_does_not_obey_in_time_is_told(tmp_path: Path, monkeypatc
     assert "the trainer was ordered to pause and has not done so after 0.3 s" in told
 
 
-def test_a_trainer_that_prepares_is_told_to_pause_before_it_trains(tmp_path: Path) -> None:
+def test_a_trainer_that_prepares_is_told_to_pause_before_it_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(own_peer, "OBEYS_WITHIN_S", 0.3)
     state = StateFile(tmp_path)
-    state.write(OwnState("preparing", 0.0))
+    state.write(OwnState("preparing", 0.0, detail="importing torch"))
     ended, again = call("pause", str(tmp_path)), call("resume", str(tmp_path))
+    state.write(OwnState("running", 0.0, trains=True))
+    trains = call("resume", str(tmp_path))
     state.close()
     assert (ended.code, ended.stdout) == (0, "ordered; the trainer is still preparing and pauses before it trains\n")
-    assert (again.code, again.stdout) == (0, "preparing\n")
-    assert ended.stderr == again.stderr == "", "neither waits"
+    assert (again.code, again.stdout) == (0, "preparing: importing torch; then it trains, as its terminal says\n")
+    assert (trains.code, trains.stdout) == (0, "running: it trains\n")
+    assert (ended.stderr, trains.stderr) == ("", ""), "neither waits"
+    assert again.stderr == "waiting for the trainer to join again and train\n"
+
+
+def test_a_trainer_says_what_it_waits_for_until_it_trains(tmp_path: Path) -> None:
+    async def run() -> list[tuple[str, bool]]:
+        pauses, said = Pauses(make_peer_config(run_dir=tmp_path), ()), []
+        events = (None, BaseRestored(-1, 0, 50, 0, "d", "disk"), StateEntered("paused"), StateEntered("training"))
+        with contextlib.closing(pauses):
+            pauses.begin()
+            pauses.prepares("getting the newest base")
+            for event in events:
+                if event is not None:
+                    pauses.observe(event)
+                with contextlib.suppress(asyncio.TimeoutError):
+                    await asyncio.wait_for(pauses.watch(lambda: None, lambda event: None), 0.2)
+                own = read_own_state(tmp_path)
+                assert own is not None
+                said.append((own.line, own.trains))
+        return said
+
+    assert asyncio.run(run()) == [
+        ("preparing: getting the newest base", False), ("running: waiting for a round that gives it work", False),
+        ("running: the campaign is paused by its owner", False), ("running", True),
+    ]
 
 
 def test_a_pause_that_was_ordered_while_the_trainer_prepared_comes_before_training(tmp_path: Path) -> None:
@@ -156,10 +189,10 @@ def test_a_pause_that_was_ordered_while_the_trainer_prepared_comes_before_traini
         pauses = Pauses(make_peer_config(run_dir=tmp_path), ())
         with contextlib.closing(pauses):
             assert await pauses.over()
-            pauses.prepares()
+            pauses.prepares("importing torch")
             own = read_own_state(tmp_path)
             assert own is not None
-            assert own.state == "preparing"
+            assert own.line == "preparing: importing torch"
             before = await pauses.is_due()
             order_pause(tmp_path, True)
             return before, await pauses.is_due() and pauses.follows

@@ -130,7 +130,7 @@ def _parse_peer(name: str, words: Sequence[str]) -> MakeControl:
 def pause(view: CampaignView) -> Control:
     """Plan no round after the current one."""
     if is_paused(view.newest):
-        raise UserError(f"pause: the campaign is already paused (record {number_of(view.newest)})")
+        raise UserError(f"pause: the campaign is already paused (order {number_of(view.newest)})")
     return _next(view, "paused")
 
 
@@ -210,7 +210,7 @@ def ban(peer: str, view: CampaignView) -> Control:
     if peer == view.owner:
         raise UserError(f"ban {peer}: this is the owner of the campaign, which cannot be banned")
     if peer in banned:
-        raise UserError(f"ban {peer}: the peer is banned already (record {number_of(view.newest)})")
+        raise UserError(f"ban {peer}: the peer is banned already (order {number_of(view.newest)})")
     if len(banned) == MAX_BANNED:
         raise UserError(f"ban {peer}: {MAX_BANNED} peers are banned, which is the most; lift a ban with unban first")
     return replace(_next(view, _state(view)), banned=tuple(sorted((*banned, peer))))
@@ -228,7 +228,7 @@ def pardon(peer: str, view: CampaignView) -> Control:
     """Let a peer take part again that a proof excludes. A later proof excludes it again."""
     control = _next(view, _state(view))
     if view.newest is not None and view.newest.number > view.applied and peer in {each.peer for each in view.newest.pardons}:
-        raise UserError(f"pardon {peer}: the peer is pardoned already, from the next round on (record {view.newest.number})")
+        raise UserError(f"pardon {peer}: the peer is pardoned already, from the next round on (order {view.newest.number})")
     if peer not in view.excluded:
         raise UserError(f"pardon {peer}: no proof excludes it; excluded peers: {', '.join(view.excluded) or 'none'}")
     others = [each for each in control.pardons if each.peer != peer]
@@ -243,7 +243,7 @@ def audit(peer: str, view: CampaignView) -> Control:
         raise UserError(f"audit {peer}: only open campaigns have audits; this one has admission: {view.config.admission}")
     audited = _audited(view)
     if peer in audited:
-        raise UserError(f"audit {peer}: the peer is audited already (record {number_of(view.newest)})")
+        raise UserError(f"audit {peer}: the peer is audited already (order {number_of(view.newest)})")
     if len(audited) == MAX_BANNED:
         raise UserError(f"audit {peer}: {MAX_BANNED} peers are audited, which is the most; end one with unaudit first")
     return replace(_next(view, _state(view)), audited=tuple(sorted((*audited, peer))))

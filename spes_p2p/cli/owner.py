@@ -154,9 +154,10 @@ def control(
         from spes_p2p.client.owner import give_order
 
         given = run(give_order([address], key, make))
-    accepted = f"{given.accepted} of {given.peers} peers have record {given.control.number}"
+    accepted = f"{given.accepted} of {given.peers} peers have order {given.control.number}"
     when = "is decided" if order[0] in ("schedule", "require") else "takes effect"
-    print(f"{' '.join(order)}: {accepted}; it {when} with the first round committed after round {given.round}")
+    words = f"ordered: {given.news or 'as before'}; {accepted}"
+    print(f"{words}; it {when} with the first round committed after round {given.round}")
 
 
 def audit(

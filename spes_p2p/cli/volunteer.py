@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from spes_p2p.cli import options
-from spes_p2p.cli.terminal import ProgressBar, run, run_peer, say, say_waiting, waiting
+from spes_p2p.cli.terminal import ProgressBar, run, run_peer, say_waiting, waiting
 from spes_p2p.observe.log import setup_logging
 
 if TYPE_CHECKING:
@@ -135,7 +135,7 @@ def join(
 
         def show(files: CampaignFiles, address: str) -> None:
             end_waiting()
-            say(f"joined campaign {files.campaign.config.name} ({files.campaign.hash[:12]}) as {address}", log_json)
+            logger.info("joined campaign %s (%s) as %s", files.campaign.config.name, files.campaign.hash[:12], address)
 
         run_peer(run_join(addresses, settings, show, on_paused=end_waiting))
 
@@ -179,7 +179,7 @@ def _order_pause(run_dir: Path, pauses: bool, as_json: bool) -> None:
     from spes_p2p.client.own_peer import give_pause_order
     from spes_p2p.session.own_state import own_state_json
 
-    for_what = "waiting for the trainer to end its step and leave" if pauses else "waiting for the trainer to go on"
+    for_what = f"waiting for the trainer to {'end its step and leave' if pauses else 'join again and train'}"
     with waiting(for_what):
         state = give_pause_order(run_dir, pauses, partial(say_waiting, for_what))
     if as_json:
@@ -189,6 +189,10 @@ def _order_pause(run_dir: Path, pauses: bool, as_json: bool) -> None:
         print(f"no trainer runs with {run_dir}; it {later}")
     elif pauses and state.is_preparing:
         print("ordered; the trainer is still preparing and pauses before it trains")
+    elif not pauses and state.trains:
+        print("running: it trains")
+    elif not pauses and not state.reason:
+        print(f"{state.line}; then it trains, as its terminal says")
     else:
         print(state.line)
 

@@ -17,8 +17,8 @@ LOOK_EVERY_S = 0.2
 def give_pause_order(run_dir: Path, pauses: bool, on_wait: Callable[[], None] = lambda: None) -> OwnState | None:
     """Order the trainer with this run-dir to pause or to go on; return what it does then, None if none runs.
 
-    One that is preparing looks for an order before it trains, which may take minutes: that is not waited for. `on_wait` is
-    called if it does not obey at once.
+    One that is preparing looks for an order before it trains, which may take minutes: a pause does not wait for that. The order
+    to go on waits until it trains, but not longer than OBEYS_WITHIN_S. `on_wait` is called if it does not obey at once.
 
     Raises UserError if it is no trainer's run-dir, and Broken if the trainer does not obey in time.
     """
@@ -27,12 +27,13 @@ def give_pause_order(run_dir: Path, pauses: bool, on_wait: Callable[[], None] = 
     while True:
         state = read_own_state(run_dir)
         obeys = state is None or (state.state in (PREPARING, "paused") if pauses else state.reason != "user")
-        if obeys:
+        is_late = time.monotonic() > deadline
+        if obeys and (pauses or is_late or state is None or state.trains or state.reason):
             return state
         if is_first:
             on_wait()
             is_first = False
-        if time.monotonic() > deadline:
+        if is_late:
             order = "pause" if pauses else "go on"
             told = f"{run_dir}: the trainer was ordered to {order} and has not done so after {OBEYS_WITHIN_S:g} s"
             raise Broken(f"{told}; it does after what it is busy with, unless it hangs")

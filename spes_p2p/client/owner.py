@@ -10,7 +10,7 @@ from spes_p2p.campaign.orders import CampaignView, MakeControl
 from spes_p2p.client.connection import SwarmConnection, connect
 from spes_p2p.config.campaign import CampaignConfig
 from spes_p2p.consensus.commit_log import CommitLog
-from spes_p2p.consensus.control import is_signed, is_stopped, number_of, owner_of, signed
+from spes_p2p.consensus.control import describe_news, is_signed, is_stopped, number_of, owner_of, signed
 from spes_p2p.consensus.milestone import may_roll_back
 from spes_p2p.consensus.output import Identity
 from spes_p2p.errors import UserError
@@ -30,6 +30,8 @@ class GivenOrder:
     peers: int
     round: int
     """The newest committed round at that time."""
+    news: str
+    """What it changes, in words."""
 
 
 async def give_order(addresses: Sequence[str], key: Path, make: MakeControl) -> GivenOrder:
@@ -46,7 +48,8 @@ async def give_order(addresses: Sequence[str], key: Path, make: MakeControl) -> 
     accepted = sum(answer.newest == control for answer in answers.values())
     if not accepted:
         raise UserError(f"{addresses[0]}: no peer accepted the order; check spes-p2p status, then repeat it")
-    return GivenOrder(control, accepted, len(answers), max(standing.round, 0))
+    news = describe_news(control, standing.newest, standing.round)
+    return GivenOrder(control, accepted, len(answers), max(standing.round, 0), news)
 
 
 def owner_key(path: Path) -> RSAIdentity:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+from collections import Counter
 from dataclasses import replace
 from typing import Protocol
 
@@ -219,6 +220,25 @@ def describe(control: Control | None, round_number: int) -> str:
             in_force.insert(0, f"from round {change.round} on {_words(training)}")
         next_change.update(dict.fromkeys(fields, change.round))
     return ", ".join([*words, *in_force])
+
+
+def describe_news(control: Control, before: Control | None, round_number: int) -> str:
+    """Describe what a record orders that the one before did not, and what it takes back, in the words of `describe`.
+
+    "" for nothing. `round_number`: of the commit that applies it.
+    """
+    known = Control(control.campaign, 0, "running", (), -1, b"") if before is None else before
+    fresh = tuple((Counter(control.changes) - Counter(known.changes)).elements())
+    requires = None if control.requires == known.requires else control.requires
+    state = "running" if control.state == known.state else control.state
+    ordered = replace(control, state=state, changes=fresh, banned=(), audited=(), requires=requires)
+    words = ["resumed"] if control.state == "running" != known.state else []
+    words += [text] if (text := describe(ordered, round_number)) else []
+    for verb, now, then in (("banned", control.banned, known.banned), ("audited", control.audited, known.audited)):
+        words += [f"{peer[-6:]} {verb}" for peer in now if peer not in then]
+        words += [f"{peer[-6:]} no longer {verb}" for peer in then if peer not in now]
+    words += [f"{each.peer[-6:]} pardoned" for each in control.pardons if each not in known.pardons]
+    return ", ".join(words)
 
 
 def _fields(change: Change) -> dict[str, object]:

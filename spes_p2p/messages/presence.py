@@ -148,6 +148,8 @@ class PeerStatus:
     """What that base wrote, by this peer's account."""
     audits: Annotated[tuple[Audited, ...], MaxLen(MAX_AUDITS)] = ()
     """Its last audits of others, for whom the owner does not vouch."""
+    failing: Annotated[dict[Word, Count], MaxLen(MAX_STAGES)] = field(default_factory=dict)
+    """Attempts at the next round that did not commit, by reason."""
 
     def to_bytes(self) -> bytes:
         """Return the msgpack that `from_bytes` reads."""

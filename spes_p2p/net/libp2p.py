@@ -113,7 +113,7 @@ class Libp2p:
             await asyncio.wait_for(self._daemon.connect(peer, [address], timeout_s), timeout_s)
             found = await asyncio.wait_for(protocol.call_ping(PeerID.from_base58(peer)), timeout_s)
             if found is not None and not known:
-                logger.info("found %s again", peer[-6:])
+                logger.debug("found %s again", peer[-6:])
                 await asyncio.wait_for(self._node.find_nearest_nodes([self._node.node_id]), timeout_s)
 
     async def close(self) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from spes_p2p.messages.presence import PeerStatus, RoundRecord
@@ -22,6 +24,7 @@ from spes_p2p.observe.units import (
     human_rate,
     human_scores,
     human_seconds,
+    percent,
     short_peer,
     time_left,
 )
@@ -40,10 +43,15 @@ FORECAST_EVERY_S = 3600.0
 SLOW_LINK_EVERY_S = 3600.0
 """Minimum interval between two remarks about this peer's link."""
 
+PEER_ID = re.compile(r"\b(Qm|12D)\w{40,60}\b")
+
 _SOURCES = {"disk": "base {} is in place",  # made just now, or kept from before
             "download": "downloaded base {}",
-            "rollback": "the campaign was rolled back to base {}",
-            "reform": "the electors were gone; the campaign goes on from base {}"}
+            "rollback": "base {} is that of an earlier round",
+            "reform": "without the electors that are gone the campaign goes on from base {}"}
+
+_OF_ROUNDS = (events.Evaluated, events.UpdatesClipped, events.StepsRejected, events.VerdictsTaken, events.Controlled)
+"""Events of a committed round that are no news once later rounds are decided."""
 
 
 def farewell(status: PeerStatus, records: Iterable[RoundRecord], run_dir: Path) -> str:
@@ -56,6 +64,16 @@ def farewell(status: PeerStatus, records: Iterable[RoundRecord], run_dir: Path) 
     return f"left · {work} · to continue, join again with --run-dir {run_dir}"
 
 
+@dataclass
+class _Failing:
+    """Attempts at a round that failed."""
+
+    round: int
+    since: float
+    attempts: int = 0
+    reasons: set[str] = field(default_factory=set)
+
+
 class RoundLog:
     """Observer that logs one line per round. Round 0 assembles the swarm; later rounds move weights."""
 
@@ -65,6 +83,17 @@ class RoundLog:
         `min_peers`: trainers that the first round waits for.
         """
         self._board, self._min_peers, self._present = board, min_peers, -1
+        self._is_new = True
+        """Whether what holds is old: neither a round nor an order has come since this peer has its base."""
+        self._caught_up: events.CaughtUp | None = None
+        self._missed_order = False
+        self._missing = ""
+        """The electors that are not in the registry, for people."""
+        self._looks_without_trainer = 0
+        """In a row. After a start the first may come before this peer has found the others."""
+        self._nobody_trains = self._slept = False
+        """Whether no trainer is here now, and whether none was since the last round."""
+        self._failing = _Failing(-1, 0.0)
         self._clock = clock
         self._spoke_at = clock()
         self._living: frozenset[str] | None = None
@@ -83,31 +112,36 @@ class RoundLog:
         silent_s = self._clock() - self._spoke_at
         if isinstance(event, events.TrainingProgress) and silent_s < HEARTBEAT_S:
             return
-        if isinstance(event, events.DownloadProgress) and silent_s < DOWNLOAD_EVERY_S and event.done < event.total:
-            return
+        if isinstance(event, events.DownloadProgress) and (silent_s < DOWNLOAD_EVERY_S or event.done >= event.total):
+            return  # BaseRestored says that it is complete
         line = self._line(event)
         if line:
             self._spoke_at = self._clock()
             logger.log(_LEVELS.get(type(event), logging.INFO), "%s", line, extra={EVENT: event})
 
     def _line(self, event: Event) -> str | None:
+        if isinstance(event, _OF_ROUNDS) and self._caught_up is not None and event.round < self._caught_up.round:
+            self._missed_order |= isinstance(event, events.Controlled)
+            return None
         match event:
+            case events.CaughtUp():
+                self._caught_up = event
             case BaseRestored():
                 return self._restored(event)
             case events.TrainingProgress():
-                speed = human_rate(event.tokens_per_second)
-                return f"{self._nth(event.round)} · training, step {event.steps_done}/{event.steps_planned} · {speed}"
+                done = percent(event.steps_done, event.steps_planned)
+                return f"{self._nth(event.round)} · training, {done} · {human_rate(event.tokens_per_second)}"
             case events.DownloadProgress():
-                return f"downloading {event.what}: {100 * event.done // max(1, event.total)} %"
+                return f"downloading {event.what}: {percent(event.done, event.total)}"
             case events.PeersSeen():
-                return self._assembling(event) or self._membership_change(event) or self._still_waiting(event)
+                self._missing = self._missing_electors(event)
+                return self._assembling(event) or self._membership_change(event) or self._still_waiting()
             case events.PhaseTrained() if event.skipped_steps:
                 return f"{self._nth(event.round)}: skipped {event.skipped_steps} steps with a non-finite loss or gradient"
             case RoundCommitted():
-                return self._round(event) if event.round > 0 else self._assembled(event)
+                return self._committed(event)
             case events.Controlled():
-                order = event.order or event.state
-                return f"{self._nth(event.round)} · owner's order {event.number} takes effect: {order}"
+                return self._ordered(event)
             case events.Evaluated():
                 when = "" if event.round > 0 else " before training"
                 return f"{self._nth(event.round)} · held-out loss {human_loss(event.validation_loss)}{when}"
@@ -118,8 +152,7 @@ class RoundLog:
             case events.QuotaForecast():
                 return self._quota(event)
             case events.RoundFailed():
-                why = f"{event.reason}: {event.detail}" if event.detail else event.reason
-                return f"{self._nth(event.round)}, attempt {event.attempt} failed ({why}); nothing applied, work kept"
+                return self._failed(event)
             case events.WorkDropped():
                 return f"{self._nth(event.round)}: discarded work on {human_count(event.tokens)} tokens ({event.reason})"
             case events.UpdatesClipped():
@@ -146,28 +179,49 @@ class RoundLog:
     def _assembling(self, event: events.PeersSeen) -> str | None:
         """Report how many trainers of those that the first round waits for are there, when that changes."""
         status, before = self._board.status, self._present
-        is_waiting = status.base_digest and not any(status.owners) and event.trainers < self._min_peers
+        is_assembling = status.base_digest and not any(status.owners) and not status.campaign_step
+        is_waiting = is_assembling and event.trainers < self._min_peers
         self._present = event.trainers if is_waiting else -1
         if self._present in (before, -1):
             return None
         self._living = frozenset(event.living) - {status.peer_id}
-        return f"waiting for the others: {self._of_all()}"
+        return f"waiting for trainers: {self._of_all()}"
 
     def _of_all(self) -> str:
-        return f"{self._present} of {counted(self._min_peers, 'trainer')}"
+        return f"{self._present} of the {self._min_peers} that the first round needs"
 
     def _membership_change(self, event: events.PeersSeen) -> str | None:
-        """Report arrivals and departures, on helpers only."""
-        living = frozenset(event.living) - {self._board.status.peer_id}
+        """Report arrivals and departures, on helpers only, and once that nobody trains."""
+        status = self._board.status
+        living = frozenset(event.living) - {status.peer_id}
         before, self._living = self._living, living
-        if self._board.status.role != "helper" or living == (before or frozenset()):
-            return None
+        is_told, left_one = self._nobody_trains, bool((before or frozenset()) - living)
+        self._looks_without_trainer = self._looks_without_trainer + 1 if self._sees_no_trainer() else 0
+        self._nobody_trains = self._looks_without_trainer > (0 if left_one or is_told else 1)
+        self._slept |= self._nobody_trains
+        nobody = "no trainer is here: rounds wait until one joins" if self._nobody_trains and not is_told else ""
+        if status.role != "helper" or living == (before or frozenset()):
+            return nobody or None
         came = "is here" if before is None else "joined"
         joined = [f"{short_peer(peer)} {came}" for peer in sorted(living - (before or frozenset()))]
         left = [f"{short_peer(peer)} left" for peer in sorted((before or frozenset()) - living)]
-        return f"{', '.join(joined + left)} · {counted(event.trainers, 'trainer')}"
+        return f"{', '.join(joined + left)} · {nobody or counted(event.trainers, 'trainer')}"
 
-    def _still_waiting(self, event: events.PeersSeen) -> str | None:
+    def _sees_no_trainer(self) -> bool:
+        """Whether this is a helper of a campaign that is under way, with no trainer in the registry."""
+        status = self._board.status
+        goes_on = status.state == "running" and any(status.owners) and status.round < status.total_rounds
+        return status.role == "helper" and goes_on and not status.trainers_alive
+
+    def _missing_electors(self, event: events.PeersSeen) -> str:
+        missing = sorted(set(event.electorate) - set(event.living) - {self._board.status.peer_id})
+        if not missing:
+            return ""
+        names, electors = ", ".join(short_peer(peer) for peer in missing), len(event.electorate)
+        wait = ": rounds wait for them, or for the bootstrap peer to go on without them" if 2 * len(missing) >= electors else ""
+        return f" · {len(missing)} of {counted(electors, 'elector')} missing ({names}){wait}"
+
+    def _still_waiting(self) -> str | None:
         """Report a long wait, and the electors that are missing from the registry."""
         status = self._board.status
         what = self._waiting.get(status.stage)
@@ -176,37 +230,82 @@ class RoundLog:
         every_s = HEARTBEAT_S if what else HELPER_EVERY_S
         if min(status.stage_seconds, self._clock() - self._spoke_at) < every_s:
             return None
-        missing = sorted(set(event.electorate) - set(event.living) - {status.peer_id})
-        names = ", ".join(short_peer(peer) for peer in missing)
-        gone = f" · {len(missing)} of {len(event.electorate)} electors are missing ({names})" if missing else ""
         waited = human_seconds(status.stage_seconds)
         if self._present >= 0:  # the first round has not begun
-            return f"waiting for the others for {waited}: {self._of_all()}{gone}"
-        return f"{self._nth(status.round + 1)} · {what} for {waited}{gone}"
+            return f"waiting for trainers for {waited}: {self._of_all()}{self._missing}"
+        return f"{self._nth(status.round + 1)} · {what} for {waited}{self._missing}"
+
+    def _failed(self, event: events.RoundFailed) -> str | None:
+        """Report a round's first failure for each reason, then one a minute; none while nobody trains."""
+        if event.round != self._failing.round:
+            self._failing = _Failing(event.round, self._clock())
+        failing = self._failing
+        failing.attempts += 1
+        is_first = event.reason not in failing.reasons
+        if self._sees_no_trainer() or not (is_first or self._clock() - self._spoke_at >= HEARTBEAT_S):
+            return None
+        failing.reasons.add(event.reason)
+        why = f"{event.reason}: {PEER_ID.sub(_short, event.detail)}" if event.detail else event.reason
+        if is_first:
+            return f"{self._nth(event.round)}, attempt {event.attempt} failed ({why}); nothing applied, work kept"
+        since = human_seconds(self._clock() - failing.since)
+        return f"{self._nth(event.round)}: {failing.attempts} attempts failed in {since}, the last: {why}{self._missing}"
+
+    def _ordered(self, event: events.Controlled) -> str | None:
+        """Report what an order changes; of orders that were in force before this peer came only that it waits."""
+        is_old, self._is_new = self._is_new, False
+        if is_old:
+            return f"ordered by the owner: {event.state}" if event.state != "running" else None
+        return f"{self._nth(event.round)} · ordered by the owner: {event.news}" if event.news else None
 
     def _restored(self, event: BaseRestored) -> str:
+        caught_up, self._caught_up = self._caught_up, None
         what = _SOURCES.get(event.source, _SOURCES["disk"]).format(max(0, event.round))
+        what += f" (digest {event.base_digest[:12]})"
+        if caught_up is not None and event.source == "download":
+            what += f", caught up from round {caught_up.since} in {human_seconds(caught_up.seconds)}"
         if event.round == BEFORE_TRAINING:
             upcoming = "next: assembling the swarm"
-        elif event.round < self._board.status.total_rounds:
-            upcoming = f"next: {self._nth(event.round + 1)}"
-        else:
+        elif event.round >= self._board.status.total_rounds:
             upcoming = "the campaign is done"
-        return f"{what} (digest {event.base_digest[:12]}); {upcoming}"
+        elif event.source == "disk":
+            upcoming = "asking for the rounds since"
+        else:
+            upcoming = f"next: {self._nth(event.round + 1)}"
+        return f"{what}; {upcoming}"
 
-    def _assembled(self, event: RoundCommitted) -> str:
+    def _assembled(self, event: RoundCommitted) -> list[str]:
         status = self._board.status
         others = [peer for peer in event.members if peer != status.peer_id]
         owned = [(peer, [expert for expert, owners in enumerate(event.owners) if peer in owners]) for peer in others]
-        parts = [
+        return [
             self._nth(event.round),
             f"swarm assembled: {counted(len(event.members), 'trainer')}",
             f"training experts {human_indices(status.owned)}" if status.role == "trainer" else "",
             ", ".join(f"{short_peer(peer)} {human_indices(experts)}" for peer, experts in owned),
         ]
-        return " · ".join(part for part in parts if part)
 
-    def _round(self, event: RoundCommitted) -> str:
+    def _committed(self, event: RoundCommitted) -> str | None:
+        """Report a round, and of those that were decided without this peer only the last."""
+        caught_up, self._is_new = self._caught_up, False
+        if caught_up is not None and event.round < caught_up.round:
+            return None
+        self._caught_up = None
+        remarks = []
+        if caught_up is not None:
+            remarks.append(f"caught up from round {max(0, caught_up.since)} in {human_seconds(caught_up.seconds)}")
+        if self._missed_order and self._board.status.control:
+            remarks.append(f"ordered by the owner: {self._board.status.control}")
+        if self._slept:
+            remarks.append("rounds go on")
+        elif event.round == self._failing.round:
+            remarks.append(f"decided after {counted(self._failing.attempts, 'failed attempt')}")
+        self._slept = self._missed_order = False
+        parts = self._round(event, caught_up is None) if event.round > 0 else self._assembled(event)
+        left = time_left(self._board.status.seconds_left) if 0 < event.round < self._board.status.total_rounds else ""
+        return " · ".join(part for part in (*parts, *remarks, left) if part)
+
+    def _round(self, event: RoundCommitted, took_part: bool) -> list[str]:
         status = self._board.status
         train_s = status.round_seconds.get("train", 0.0)
         sync_s = sync_seconds(event.seconds)
@@ -215,11 +314,13 @@ class RoundLog:
             self._nth(event.round),
             f"loss {human_loss(event.loss)}",
             (human_rate(status.tokens_per_second) if train_s else "") if trains else f"{human_count(event.tokens)} tokens",
-            f"experts {human_indices(status.owned)}" if trains else "",
+            f"experts {human_indices(status.owned)}" if trains and (took_part or status.owned) else "",
             counted(len(event.members), "trainer"),
-            (f"trained {human_seconds(train_s)}{self._utilisation}" if train_s else "trained nothing") if trains else "",
-            f"synced {human_seconds(sync_s)}, {human_bytes(event.sent_bytes)} up, {human_bytes(event.received_bytes)} down",
         ]
+        if took_part:
+            trained = f"trained {human_seconds(train_s)}{self._utilisation}" if train_s else "trained nothing"
+            traffic = f"{human_bytes(event.sent_bytes)} up, {human_bytes(event.received_bytes)} down"
+            parts += [trained if trains else "", f"synced {human_seconds(sync_s)}, {traffic}"]
         is_slow = trains and holds_rounds_up(
             event.upload, event.median_upload, status.round_seconds, self._slow_rounds > 0
         )
@@ -230,9 +331,7 @@ class RoundLog:
                          f"{human_count(8 * event.median_upload)}bit/s; fewer --experts send less")
         if event.dropped_parts:
             parts.append(f"{event.dropped_parts} of {event.parts} parts dropped")
-        if status.round < status.total_rounds:
-            parts.append(time_left(status.seconds_left))
-        return " · ".join(part for part in parts if part)
+        return parts
 
     def _quota(self, event: events.QuotaForecast) -> str | None:
         """Report the forecast at the start, once there is a rate to tell by, and now and then."""
@@ -246,6 +345,10 @@ class RoundLog:
 
     def _nth(self, number: int) -> str:
         return f"round {max(0, number)}/{self._board.status.total_rounds}"
+
+
+def _short(peer_id: re.Match[str]) -> str:
+    return short_peer(peer_id[0])
 
 
 _LEVELS: dict[type, int] = {

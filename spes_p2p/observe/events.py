@@ -67,6 +67,20 @@ class BaseRestored(Event):
 
 
 @dataclass(frozen=True)
+class CaughtUp(Event):
+    """This peer follows the others again: it has applied rounds that were decided without it, or taken a later base.
+
+    The events of these rounds follow, or BaseRestored.
+    """
+
+    since: int
+    """The last round in the base before."""
+    round: int
+    """The last round in the base now."""
+    seconds: float
+
+
+@dataclass(frozen=True)
 class TrainingProgress(Event):
     """A local step is done."""
 
@@ -134,7 +148,7 @@ class RoundCommitted(Event):
     upload: float = 0.0
     """Measured upload rate of this peer's link, in bytes per second; 0: unknown."""
     median_upload: float = 0.0
-    """The same of the other members, as announced; 0: unknown."""
+    """The same of the other trainers, as announced; 0: unknown."""
     names: tuple[tuple[str, str, str], ...] = ()
     """Peer id, name and team of members that this process had not seen under that name; empty: none."""
 
@@ -150,7 +164,9 @@ class Controlled(Event):
     state: str
     """running, paused, stopped."""
     order: str = ""
-    """Description of the order."""
+    """Description of all that is ordered now."""
+    news: str = ""
+    """Description of what this order changes."""
 
 
 @dataclass(frozen=True)

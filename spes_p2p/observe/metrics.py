@@ -93,7 +93,7 @@ METRICS = (
            _BASE, lambda e: {expert: len(owners) for expert, owners in enumerate(e.owners)}, "expert"),
     _gauge("spes_upload_bytes_per_second", "Measured upload rate of this peer's line; 0: unknown.",
            RoundCommitted, lambda e: e.upload),
-    _gauge("spes_others_upload_bytes_per_second", "Median upload rate that the other members announced; 0: unknown.",
+    _gauge("spes_others_upload_bytes_per_second", "Median upload rate that the other trainers announced; 0: unknown.",
            RoundCommitted, lambda e: e.median_upload),
     _gauge("spes_owned_experts", "Experts that this peer trains."),
     _gauge("spes_campaign_held", "1 if the owner has paused or stopped the campaign, otherwise 0.",

@@ -7,13 +7,13 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from spes_p2p.observe.events import DownloadProgress, Event, StateEntered, TrainingProgress
 from spes_p2p.observe.status import StatusBoard
-from spes_p2p.observe.units import human_rate
+from spes_p2p.observe.units import human_rate, percent
 
 DOING = {
     "joining": "joining the swarm",
     "downloading": "waiting for a peer that has the base",
     "training": "training",
-    "announcing": "waiting for the others and the plan",
+    "announcing": "waiting for the plan",
     "exchanging": "exchanging updates",
     "committing": "waiting for the electors' votes",
     "applying": "applying the round",
@@ -54,16 +54,17 @@ class ProgressLine:
         match event:
             case StateEntered():
                 status = self._board.status
-                round_number = min(status.round + 1, status.total_rounds) if status.base_digest else 0
+                has_begun = any(status.owners) or status.campaign_step
+                round_number = min(status.round + 1, status.total_rounds) if has_begun else 0
                 self._progress.reset(
                     self._task, total=None, description=f"round {round_number} · {DOING.get(event.name, event.name)}", detail=""
                 )
             case TrainingProgress():
                 speed = human_rate(event.tokens_per_second)
-                self._bar(event.steps_done, event.steps_planned, f"step {event.steps_done}/{event.steps_planned} · {speed}")
+                self._bar(event.steps_done, event.steps_planned, f"{percent(event.steps_done, event.steps_planned)} · {speed}")
             case DownloadProgress():
                 self._progress.update(self._task, description=f"downloading {event.what}")
-                self._bar(event.done, event.total, f"{100 * event.done // max(1, event.total)} %")
+                self._bar(event.done, event.total, percent(event.done, event.total))
 
     def _bar(self, done: int, total: int, detail: str) -> None:
         self._progress.update(self._task, completed=done, total=max(1, total), detail=detail)

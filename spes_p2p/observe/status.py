@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -31,6 +31,8 @@ class StatusBoard:
         self._stages: deque[tuple[str, float]] = deque([(status.stage, self._started)], maxlen=KEPT_STAGES)
         self._train_seconds = 0.0
         self._commits: deque[tuple[int, float]] = deque(maxlen=PACE_ROUNDS + 1)
+        self._caught_up = -1
+        """The last round that was decided without this peer: such rounds say nothing about the pace."""
 
     @property
     def status(self) -> PeerStatus:
@@ -61,6 +63,8 @@ class StatusBoard:
             case events.PhaseTrained():
                 self._train_seconds = event.seconds
                 self._set(local_loss=event.loss)
+            case events.CaughtUp():
+                self._caught_up = event.round
             case RoundCommitted():
                 self._round_committed(event)
             case events.Controlled():
@@ -68,8 +72,8 @@ class StatusBoard:
             case events.WorkDropped():
                 self._set(dropped_tokens=self._status.dropped_tokens + event.tokens)
             case events.RoundFailed():
-                failures = self._status.failures
-                self._set(failures={**failures, event.reason: failures.get(event.reason, 0) + 1})
+                failures, failing = Counter(self._status.failures), Counter(self._status.failing)
+                self._set(failures=dict(failures + Counter([event.reason])), failing=dict(failing + Counter([event.reason])))
             case events.DigestMismatch():
                 self._set(digest_mismatches=self._status.digest_mismatches + 1)
             case events.Evaluated():
@@ -94,7 +98,7 @@ class StatusBoard:
         self._base_is(event)
 
     def _round_committed(self, event: RoundCommitted) -> None:
-        if set(event.seconds) != {"apply"}:  # a round replayed to catch up says nothing about the pace
+        if event.round > self._caught_up:
             self._commits.append((event.round, self._clock()))
         self._stages = deque([(self._status.stage, self._clock())], maxlen=KEPT_STAGES)
         self._base_is(event)
@@ -125,6 +129,7 @@ class StatusBoard:
             total_tokens=event.total_tokens,
             base_digest=event.base_digest,
             total_rounds=event.total_rounds or self._status.total_rounds,
+            failing={},
         )
         if event.owners:
             owned = tuple(expert for expert, owners in enumerate(event.owners) if peer_id in owners)

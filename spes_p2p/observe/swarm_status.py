@@ -62,6 +62,8 @@ class SwarmStatus:
     """Electors that did not answer."""
     failures: Mapping[str, int]
     """Failed attempts by reason, maximum over the peers: all members count the same attempt."""
+    failing: Mapping[str, int]
+    """Failed attempts at the next round by reason, maximum over the leading peers."""
     digest_mismatches: int
     dropped_tokens: int
     """Tokens of discarded work, sum over the peers."""
@@ -134,7 +136,8 @@ def gather(statuses: Sequence[PeerStatus]) -> SwarmStatus:
         round_seconds=_largest([status.round_seconds for status in leading]),
         ownerless=tuple(expert for expert, owners in enumerate(best.owners) if not owners) if any(best.owners) else (),
         electors_missing=tuple(sorted(set(best.electorate) - {status.peer_id for status in peers})),
-        failures={reason: int(count) for reason, count in _largest([status.failures for status in peers]).items()},
+        failures=_most([status.failures for status in peers]),
+        failing=_most([status.failing for status in leading]),
         digest_mismatches=sum(status.digest_mismatches for status in peers),
         dropped_tokens=sum(status.dropped_tokens for status in peers),
         peers=peers,
@@ -195,6 +198,10 @@ def holds_rounds_up(upload: float, median_upload: float, round_seconds: Mapping[
 def sync_seconds(round_seconds: Mapping[str, float]) -> float:
     """Return the seconds of a round without training."""
     return sum(spent for stage, spent in round_seconds.items() if stage != "train")
+
+
+def _most(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    return {reason: int(count) for reason, count in _largest(counts).items()}
 
 
 def _largest(counts: Iterable[Mapping[str, float]]) -> dict[str, float]:

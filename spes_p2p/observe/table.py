@@ -24,6 +24,7 @@ from spes_p2p.observe.units import (
     human_rate,
     human_scores,
     human_seconds,
+    percent,
     short_peer,
     time_left,
 )
@@ -203,8 +204,8 @@ def _peer_table(swarm: SwarmStatus) -> Table:
 
 def _peer_row(status: PeerStatus, experts: int) -> tuple[Text, ...]:
     trains = status.role == "trainer"
-    steps = f" {status.steps_done}/{status.steps_planned}" if status.stage == "training" and status.steps_planned else ""
-    now = status.stage + steps
+    is_counted = status.stage == "training" and status.steps_planned
+    now = f"training {percent(status.steps_done, status.steps_planned)}" if is_counted else status.stage
     return (
         Text(short_peer(status.peer_id), "" if trains else "dim"),
         Text(str(status.round) if status.base_digest else UNKNOWN),
@@ -248,6 +249,7 @@ def troubles(swarm: SwarmStatus) -> list[str]:
         wait = "; rounds wait until a majority is back or the swarm reforms" if swarm.majority_missing else ""
         silent = f"{len(swarm.electors_missing)} of {counted(len(swarm.electorate), 'elector')}"
         found.append(f"no answer from {silent} ({missing}){wait}")
-    if swarm.failures:
-        found.append(f"failed attempts: {', '.join(f'{reason} {count}' for reason, count in swarm.failures.items())}")
+    if swarm.failing and not swarm.is_asleep:
+        reasons = ", ".join(f"{reason} {count}" for reason, count in swarm.failing.items())
+        found.append(f"failed attempts at round {swarm.round + 1} so far: {reasons}")
     return found

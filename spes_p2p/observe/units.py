@@ -70,6 +70,11 @@ def human_loss(loss: float) -> str:
     return f"{loss:.3f}" if math.isfinite(loss) else UNKNOWN
 
 
+def percent(done: int, total: int) -> str:
+    """(7, 11) -> '63 %'."""
+    return f"{100 * done // max(1, total)} %"
+
+
 def human_indices(indices: Iterable[int]) -> str:
     """(0, 1, 2, 3, 7) -> '0-3 7'; none -> '-'."""
     runs: list[tuple[int, int]] = []

@@ -149,7 +149,8 @@ class RoundMember:
             return attempt
         await self._leave.wait(BACKOFF_S)
         if refused.code in (Code.CLOSED, Code.ALIVE, Code.LEAVING):
-            logger.info("round %d: %s", target, refused.detail)
+            if coordinator != self._node.peer_id:
+                logger.info("round %d: %s (%s)", target, refused.detail, coordinator[-6:])
             if refused.code is Code.CLOSED:
                 self._patience.proposed(coordinator)
                 return attempt
@@ -232,7 +233,7 @@ class RoundMember:
             if reply is None:
                 return
             reply = await stream.alive(self._node.relay.received(reply, stream.remote))
-            if trains:
+            if trains and not paused:
                 seconds["announce"] = clock() - started
             if reply.kind == Kind.PROPOSAL:
                 plan = await self._plan(await unpack_beside(Proposal, reply.body), stream.remote)

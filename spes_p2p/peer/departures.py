@@ -31,6 +31,8 @@ class Departures:
         self._endpoint, self._identity, self._decisions, self._rules = endpoint, identity, decisions, rules
         self._left: dict[str, tuple[Leave, Signed]] = {}
         """By peer. Stays when the peer is back: its seat stays given up for the round."""
+        self._left_at: dict[str, float] = {}
+        """By peer: loop time."""
         self._came_back: set[str] = set()
         self.returns = Counter[str]()
         """How often each peer has said in this round that it is back."""
@@ -51,6 +53,12 @@ class Departures:
         """Note that a peer takes part: if it had left, it is back."""
         if peer in self._left:
             self._came_back.add(peer)
+
+    def left_within(self, seconds: float) -> set[str]:
+        """Return the peers that said in this time that they leave, and not that they are back."""
+        since = asyncio.get_running_loop().time() - seconds
+        self._left_at = {peer: at for peer, at in self._left_at.items() if at > since}
+        return {peer for peer in self._left_at if self.has_left(peer)}
 
     def has_left(self, peer: str) -> bool:
         """Return whether this peer said that it leaves, and not that it is back."""
@@ -106,6 +114,6 @@ class Departures:
             self._came_back.add(peer)
             self.returns[peer] += 1
         else:
-            self._left[peer] = leave, signed
+            self._left[peer], self._left_at[peer] = (leave, signed), asyncio.get_running_loop().time()
             self._came_back.discard(peer)
         await stream.send(b"")

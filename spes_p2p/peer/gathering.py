@@ -297,7 +297,7 @@ class Gathering:
         except WireError:
             pong = None
         if pong is None:
-            logger.info("%s does not answer before round %d", peer[-6:], commit.round + 1)
+            logger.info("%s does not answer: round %d goes on without it", peer[-6:], commit.round + 1)
         elif pong.round > commit.round:
             self._context.node.check_claim(peer, pong.round)
         else:

@@ -238,10 +238,13 @@ class Peer:
         applied = await self.replica.advance()
         if not applied and self.replica.base.commit != self.node.log.last.id:
             return  # asked to leave without the newest base
+        took_part = bool(seconds)
         seconds["apply"] = asyncio.get_running_loop().time() - started
         self._samples.decided()
         self.phases.round_applied()
         self.phases.moments.forget()
+        if not took_part or self.replica.base.round > base.round + 1:
+            self._reporter.caught_up(base.round, seconds["apply"])
         for each in applied:
             self.node.straggler_delay.extend(each.plan.proposal.straggler_delay)
             self._reporter.committed(each, seconds, reported_loss(before, each.plan, self.node.campaign.config))

@@ -212,8 +212,10 @@ class Node:
     async def _look_up(self) -> None:
         found = await find_contacts(self.world.registry, self.world.transport, self.campaign_hash)
         taking_part = sorted(peer for peer in found if takes_part(self.log.last, peer))
-        trainers = sum(found[peer].role == "trainer" for peer in taking_part)
-        self._seen = trainers, len(taking_part) - trainers, tuple(taking_part)
+        left = self.departures.left_within(CONTACT_TTL_S)  # their contacts have not expired
+        here = [peer for peer in taking_part if peer not in left]
+        trainers = sum(found[peer].role == "trainer" for peer in here)
+        self._seen = trainers, len(here) - trainers, tuple(here)
         self.world.rng.shuffle(taking_part)
         self.contacts = {peer: found[peer] for peer in taking_part}
         last, control = self.log.last, self.controls.number

@@ -6,17 +6,18 @@ import statistics
 from collections import Counter
 from collections.abc import Mapping
 
-from spes_p2p.consensus.control import describe
+from spes_p2p.consensus.control import describe, describe_news, number_of
 from spes_p2p.consensus.output import Identity
 from spes_p2p.consensus.signed import read_signed
 from spes_p2p.messages.audits import Audited
-from spes_p2p.messages.consensus import Commit
+from spes_p2p.messages.consensus import Commit, Control
 from spes_p2p.messages.fields import MAX_NAMES
 from spes_p2p.messages.methods import SPEED
 from spes_p2p.messages.rounds import Announcement
 from spes_p2p.observe.events import (
     BaseRestored,
     BytesMoved,
+    CaughtUp,
     Controlled,
     DownloadProgress,
     Evaluated,
@@ -52,7 +53,7 @@ class EventReporter:
         self._observer = observer
         self.evaluated_round = -1
         """The last round whose held-out loss was reported."""
-        self._control = 0
+        self._control: Control | None = None
         self._names: dict[str, tuple[str, str]] = {}
         self._moved: Counter[tuple[str, bool]] = Counter()
 
@@ -69,6 +70,10 @@ class EventReporter:
         """Report the held-out loss of a round's base, measured here or by another peer."""
         self.evaluated_round = round_number
         self._observer(Evaluated(round_number, validation_loss))
+
+    def caught_up(self, since: int, seconds: float) -> None:
+        """Report that this peer's base is that of the last round again; `since`: the round of the base before."""
+        self._observer(CaughtUp(since, self._replica.base.round, seconds))
 
     def restored(self, source: str) -> None:
         """Report a base that no applied round gave: from "disk", "download", "reform" or "rollback"."""
@@ -143,9 +148,10 @@ class EventReporter:
     def _report_control(self, commit: Commit) -> None:
         """Report the commit's control record, once."""
         control = commit.control
-        if control is not None and control.number != self._control:
-            self._control = control.number
-            self._observer(Controlled(commit.round, control.number, control.state, describe(control, commit.round)))
+        if control is not None and control.number != number_of(self._control):
+            order, news = describe(control, commit.round), describe_news(control, self._control, commit.round)
+            self._control = control
+            self._observer(Controlled(commit.round, control.number, control.state, order, news))
 
     def _new_names(self, plan: Plan) -> tuple[tuple[str, str, str], ...]:
         """Return members that call themselves otherwise than was reported here before: id, name, team."""
@@ -186,8 +192,12 @@ def trainers_of(plan: Plan) -> tuple[str, ...]:
 
 
 def median_upload(plan: Plan, peer: str) -> float:
-    """Return the median upload of the other members that announced one, in bytes per second; 0 if there is none."""
-    uploads = [member.bandwidth for member in plan.members if member.peer != peer and member.bandwidth > 0]
+    """Return the median upload of the other trainers that announced one, in bytes per second; 0 if there is none.
+
+    A helper that has sent little announces what is assumed of a line.
+    """
+    trainers = (member for member in plan.members if member.trains and member.peer != peer)
+    uploads = [member.bandwidth for member in trainers if member.bandwidth > 0]
     return statistics.median(uploads) if uploads else 0.0
 
 

@@ -42,7 +42,9 @@ class OwnState:
     reason: str = ""
     """Why it pauses: one of `events.PAUSE_REASONS`."""
     detail: str = ""
-    """The same for people, with when it goes on if that is known; while it runs, when it will pause next."""
+    """The same for people, with when it goes on. Before it trains: what it waits for; then: when it will pause."""
+    trains: bool = False
+    """Whether it has trained since it joined."""
 
     @property
     def is_preparing(self) -> bool:

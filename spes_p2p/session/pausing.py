@@ -15,11 +15,12 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from datetime import datetime
 
 from spes_p2p.campaign.files import CAMPAIGN_FILE
 from spes_p2p.config.campaign import PeerConfig
-from spes_p2p.observe.events import Event, Observer, Paused, QuotaForecast
+from spes_p2p.observe.events import BaseRestored, Event, Observer, Paused, QuotaForecast, StateEntered
 from spes_p2p.observe.metrics import Metrics
 from spes_p2p.peer.leaving import LeaveRequest
 from spes_p2p.session.machine_use import MachineUse
@@ -52,7 +53,9 @@ class Pauses:
         """Why the trainer is to pause; None: it may train."""
         self._settings, self._addresses, self._on_paused, self._wall_time = settings, tuple(addresses), on_paused, wall_time
         self._file = StateFile(settings.run_dir)
-        self._said = ("", "", "")
+        self._said: OwnState | None = None
+        self._waits_for, self._has_base, self._trains = "", False, False
+        """What a trainer that does not train yet is busy with, or waits for; whether it has a base, and has trained."""
         self._idle, self._use, self._measured_s = IdleRule(), MachineUse(), -math.inf
         self._meter = TrafficMeter(settings.run_dir) if settings.quota is not None else None
 
@@ -63,12 +66,14 @@ class Pauses:
 
     def begin(self) -> None:
         """Say that the trainer prepares, so that it can be paused, unless the run-dir may turn out to be another peer's."""
+        self._has_base = self._trains = False
         run_dir = self._settings.run_dir
         if (run_dir / STATE_FILE).exists() or not (run_dir / CAMPAIGN_FILE).exists():
-            self.prepares()
+            self.prepares("looking for the campaign")
 
-    def prepares(self) -> None:
+    def prepares(self, task: str) -> None:
         """Say that the trainer prepares, in its run-dir. Raises UserError if another one uses the run-dir."""
+        self._waits_for = task
         self._say(PREPARING)
 
     def count(self, daemon_pid: int) -> None:
@@ -82,7 +87,14 @@ class Pauses:
             self._meter.expect(round_bytes, join_bytes)
 
     def observe(self, event: Event) -> None:
-        """Observer: learns from rounds what the next one takes of the quota."""
+        """Observer: learns what the trainer does, and from rounds what the next one takes of the quota."""
+        match event:
+            case BaseRestored():
+                self._has_base, self._waits_for = True, "waiting for a round that gives it work"
+            case StateEntered("paused"):
+                self._waits_for = "the campaign is paused by its owner"
+            case StateEntered("training"):
+                self._trains, self._waits_for = True, ""
         if self._meter is not None:
             self._meter.see(event, self._now())
 
@@ -90,14 +102,14 @@ class Pauses:
         """Call `leave` when the trainer is to pause; tell the observer what the quota leaves. Never returns."""
         told_s = -math.inf
         while (pause := await self._look()) is None:
-            self._say("running")
+            self._say("running" if self._has_base else PREPARING)
             forecast = self._forecast()
             if forecast is not None and time.monotonic() - told_s >= TELL_EVERY_S:
                 told_s = time.monotonic()
                 observer(forecast)
             await asyncio.sleep(LOOK_EVERY_S)
         self.pause = pause
-        logger.info("pausing after the current step: %s", pause.detail)
+        logger.info("pausing after the current step")
         self._say("pausing")
         leave()
         while True:
@@ -133,7 +145,7 @@ class Pauses:
                 await self.ending.wait(LOOK_EVERY_S)
                 self.pause = await self._look()
         if not self.ending.is_made:
-            logger.info("no reason to pause any more: joining")
+            logger.info("resuming: joining again")
             for number in SIGNALS:
                 asyncio.get_running_loop().remove_signal_handler(number)  # as before the first join
         return not self.ending.is_made
@@ -166,10 +178,11 @@ class Pauses:
             reason, detail = self.pause.reason, self.pause.detail
         else:
             forecast = self._forecast()
-            reason, detail = "", forecast.line if forecast else ""
-        if self._said != (state, reason, detail):
-            self._said = state, reason, detail
-            self._file.write(OwnState(state, self._wall_time(), self._addresses, reason, detail))
+            reason, detail = "", self._waits_for or (forecast.line if forecast else "")
+        said = OwnState(state, 0.0, self._addresses, reason, detail, self._trains)
+        if self._said != said:
+            self._said = said
+            self._file.write(replace(said, since=self._wall_time()))
 
     def _forecast(self) -> QuotaForecast | None:
         """Say when the quota ends the day's training; None without one."""

@@ -140,6 +140,7 @@ async def _live_as_bootstrap(
         async with sharing_history(node, observers.history), beside(*around):
             on_address(net.transport.addresses[0])
             await live_on(net, helper.run())
+        logger.info("left · to continue, start it again with --run-dir %s", settings.run_dir)
 
 
 def _evaluations(files: CampaignFiles, settings: PeerConfig) -> Evaluations:
@@ -227,11 +228,11 @@ async def _prepare(
     peers = [peer_of(address) for address in addresses]
     files, genesis = await fetch_campaign(first_contact(net), peers, net.registry, settings.data_dir)
     check_run_dir(files, genesis, settings.run_dir)
-    pauses.prepares()
+    pauses.prepares("preparing to train")
     pauses.count(net.daemon_pid)
     invitation = admitted(settings, files, genesis, net.identity, trains=True)
     logger.info("found campaign %s; preparing to train", files.campaign.config.name)
-    async with still("importing torch"):
+    async with still("importing torch", pauses.prepares):
         await asyncio.to_thread(import_module, "spes_p2p.training.trainer")  # streams go on meanwhile
     from spes_p2p.campaign.free_memory import choose_devices
     from spes_p2p.session.resources import choose_resources, join_bytes, require_disk, require_quota, round_bytes
@@ -241,18 +242,19 @@ async def _prepare(
     resources = choose_resources(devices, settings, files.campaign.config)
     require_disk(files, settings, resources)
     expected = round_bytes(files.campaign.config, resources.experts)
-    async with still("verifying the text on this machine"):
+    async with still("verifying the text on this machine", pauses.prepares):
         shelf = await asyncio.to_thread(open_text, files, settings.run_dir, settings.token_cache_bytes)
     require_quota(settings, files, shelf, expected)
     keep_campaign(files, genesis, settings.run_dir)
     keep_invitation(invitation, settings.run_dir)
     on_joined(files, net.transport.addresses[0])
     store = await asyncio.to_thread(DirectoryStore, settings.run_dir)  # deletes what a dead process left
-    async with still("making base 0"):
+    async with still("making base 0", pauses.prepares):
         await join_with_base_0(first_contact(net), peers, files, genesis, settings, store)
     missed = None if settings.quota is None else await _missed_rounds(first_contact(net), peers, store)
     pauses.expect(expected, join_bytes(files, shelf, expected, missed))
     logger.info("room for %s", resources.description)
+    pauses.prepares("getting the newest base")
     keep_loaded_objects()
     return _Ready(files, genesis, invitation, devices, resources, shelf, store)
 
