@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spes_p2p.errors import PeerUnreachable
+from spes_p2p.consensus.signed import sign
+from spes_p2p.errors import PeerUnreachable, Refused
 from spes_p2p.messages.codec import WireError, pack, unpack
-from spes_p2p.messages.compact import Compact, compressed, expanded
+from spes_p2p.messages.compact import BRIEF_BYTES, Brief, Compact, compressed, expanded, restored, shortened
 from spes_p2p.messages.framing import MAX_FRAME_BYTES, Kind, Message
 from spes_p2p.messages.methods import ROUND
+from spes_p2p.messages.refusals import Code
+from spes_p2p.net.identity import RSAIdentity
+from spes_p2p.net.rpc import RpcEndpoint
+from spes_p2p.observe.events import RoundFailed
 from spes_p2p.testing.memory_network import Frame
 from spes_p2p.testing.simulate.swarm import VirtualSwarm, campaign, simulate
 
@@ -81,5 +90,124 @@ def test_a_proposal_that_nobody_has_is_an_error() -> None:
         unknown = Compact(Kind.PROPOSAL, "ab" * 32, compressed(b"abc", b""))
         with pytest.raises(PeerUnreachable):
             await swarm.nodes["A"].relay.received(Message(pack(unknown), Kind.COMPACT), "B")
+
+    simulate(main)
+
+
+KNOWN = bytes(range(256))
+BRIEF = unpack(Brief, shortened(Kind.REPORT, 4 * KNOWN, KNOWN).body)
+
+
+def test_a_brief_stands_for_its_record() -> None:
+    brief = shortened(Kind.REPORT, 4 * KNOWN, KNOWN)
+    assert brief.kind == Kind.BRIEF
+    assert restored(brief, KNOWN) == Message(4 * KNOWN, Kind.REPORT)
+
+
+@pytest.mark.parametrize("known", [b"", KNOWN[1:]], ids=["none", "another"])
+def test_a_brief_is_not_restored_without_its_dictionary(known: bytes) -> None:
+    assert restored(shortened(Kind.REPORT, 4 * KNOWN, KNOWN), known) is None
+
+
+@pytest.mark.parametrize(("record", "known"), [
+    (bytes(BRIEF_BYTES + 1), KNOWN), (bytes(BRIEF_BYTES), b""), (b"abc", KNOWN),
+], ids=["too long to be read on the loop", "nothing known", "no shorter"])
+def test_some_records_travel_as_they_are(record: bytes, known: bytes) -> None:
+    assert shortened(Kind.REPORT, record, known) == Message(record, Kind.REPORT)
+
+
+@pytest.mark.parametrize("body", [
+    b"", b"garbage", compressed(bytes(BRIEF_BYTES + 1), KNOWN), compressed(b"x" * 100, KNOWN) + b"more",
+], ids=["empty", "garbage", "longer than a Brief may be", "with more behind it"])
+def test_what_is_no_brief_is_refused(body: bytes) -> None:
+    with pytest.raises(WireError):
+        restored(Message(pack(replace(BRIEF, body=body)), Kind.BRIEF), KNOWN)
+
+
+def test_most_of_a_signature_is_known_also_of_another_process(tmp_path: Path) -> None:
+    def announced(identity: RSAIdentity, commit: bytes) -> bytes:
+        return pack(sign(Brief(0, b"", commit), identity))
+
+    first, restarted = RSAIdentity(tmp_path / "identity"), RSAIdentity(tmp_path / "identity")
+    known = announced(first, b"a commit")
+    again, after = (shortened(Kind.MESSAGE, announced(each, b"another"), known) for each in (first, restarted))
+    assert len(again.body) < 64 + 64 < len(after.body) < len(known) - 250
+
+
+Change = Callable[[Brief], Brief]
+
+
+def briefs(change: Change | None = None) -> tuple[VirtualSwarm, list[Frame]]:
+    """Three rounds of a swarm in which C's Briefs are changed on the way; return its frames to coordinators."""
+
+    async def main() -> tuple[VirtualSwarm, list[Frame]]:
+        swarm, sent = VirtualSwarm(campaign(total_steps=60)), list[Frame]()
+
+        def tap(frame: Frame) -> Frame:
+            if frame.method == ROUND and not frame.is_answer and frame.kind != Kind.HEARTBEAT:
+                if change is not None and frame.kind == Kind.BRIEF and frame.sender == "C":
+                    frame = replace(frame, body=pack(change(unpack(Brief, frame.body))))
+                sent.append(frame)
+            return frame
+
+        swarm.network.tap = tap
+        swarm.start_all("ABC")
+        await swarm.until_round(3)
+        return swarm, sent
+
+    return simulate(main)
+
+
+def test_after_the_first_round_members_announce_and_report_in_brief() -> None:
+    _, sent = briefs()
+    whole = [frame for frame in sent if frame.kind != Kind.BRIEF]
+    assert sorted((frame.sender, frame.kind) for frame in whole) == [(name, Kind.MESSAGE) for name in "ABC"]
+    assert min(len(frame.body) for frame in whole) > 900
+    assert max(len(frame.body) for frame in sent if frame.kind == Kind.BRIEF) < 350
+
+
+def test_a_coordinator_without_the_dictionary_asks_and_no_round_fails() -> None:
+    swarm, sent = briefs(lambda brief: replace(brief, known=b""))
+    kinds = [frame.kind for frame in sent if frame.sender == "C"]
+    assert kinds[:8] == [Kind.MESSAGE, Kind.BRIEF, Kind.REPORT, Kind.BRIEF, Kind.MESSAGE, Kind.BRIEF, Kind.REPORT, Kind.BRIEF]
+    assert not any(recorder.of(RoundFailed) for recorder in swarm.recorders.values())
+    assert all("C" in commit.members for commit in swarm.recorders["A"].commits().values())
+    swarm.assert_replicas_agree()
+
+
+def test_a_member_whose_briefs_are_damaged_holds_up_nobody() -> None:
+    swarm, _ = briefs(lambda brief: replace(brief, body=brief.body[:-1]))
+    assert not any(swarm.recorders[name].of(RoundFailed) for name in "AB")
+
+
+def test_a_strangers_brief_is_not_expanded_and_keeps_no_stream_open() -> None:
+    async def main() -> None:
+        swarm = VirtualSwarm(campaign(total_steps=60))
+        swarm.start_all("ABC")
+        await swarm.until_round(1)
+        endpoint = RpcEndpoint(swarm.network.transport("X"), 5.0)
+        bomb = replace(BRIEF, body=compressed(bytes(MAX_FRAME_BYTES), b""))
+        async with endpoint.stream("W", ROUND) as stream:
+            await stream.send(pack(bomb), kind=Kind.BRIEF)
+            assert (await stream.any_message()).kind == Kind.IN_FULL
+            with pytest.raises(PeerUnreachable):
+                await stream.any_message()
+
+    simulate(main)
+
+
+def test_a_brief_in_answer_to_the_wish_for_the_whole_is_refused() -> None:
+    async def main() -> None:
+        swarm = VirtualSwarm(campaign(total_steps=60))
+        swarm.start_all("ABC")
+        await swarm.until_round(1)
+        endpoint = RpcEndpoint(swarm.network.transport("X"), 5.0)
+        async with endpoint.stream("W", ROUND) as stream:
+            for _ in range(2):
+                await stream.send(pack(BRIEF), kind=Kind.BRIEF)
+            assert (await stream.any_message()).kind == Kind.IN_FULL
+            with pytest.raises(Refused) as refused:
+                await stream.any_message()
+            assert refused.value.code is Code.MALFORMED
 
     simulate(main)

@@ -638,7 +638,7 @@ def test_strangers_that_report_at_once_do_not_end_the_wait_for_the_others(monkey
     """Three strangers say that they have all results, two vouched trainers need longer than `silence_s` for theirs."""
     honest, strangers = RoundMember._exchange, "UVX"
 
-    async def exchange(self: RoundMember, stream: Stream, plan: Plan, seconds: dict[str, float]) -> Any:
+    async def exchange(self: RoundMember, stream: Stream, plan: Plan, seconds: dict[str, float], known: bytes) -> Any:
         async def report() -> None:
             exchanges = self._replica.exchanges.by_plan
             while (plan.id, 0) not in exchanges:
@@ -651,10 +651,10 @@ def test_strangers_that_report_at_once_do_not_end_the_wait_for_the_others(monkey
                 await asyncio.sleep(0.05)
 
         if self._node.peer_id not in strangers:
-            return await honest(self, stream, plan, seconds)
+            return await honest(self, stream, plan, seconds, known)
         lies = asyncio.ensure_future(report())
         try:
-            return await honest(self, stream, plan, seconds)
+            return await honest(self, stream, plan, seconds, known)
         finally:
             lies.cancel()
 

@@ -31,6 +31,7 @@ from spes_p2p.rounds.accounting import Ledger
 from spes_p2p.rounds.apply import NextBase
 from spes_p2p.rounds.ownership import Owners, assign_experts
 from spes_p2p.rounds.parts import Part
+from spes_p2p.testing.simulate import virtual
 from spes_p2p.testing.simulate.audit import Audit
 from spes_p2p.testing.simulate.churn import absences
 from spes_p2p.testing.simulate.command import simulate_virtual
@@ -39,6 +40,7 @@ from spes_p2p.testing.simulate.points import POINTS
 from spes_p2p.testing.simulate.report import RunReport
 from spes_p2p.testing.simulate.scenario import BOOTSTRAP, Scenario, load_scenario, peer_names
 from spes_p2p.testing.simulate.virtual import SILENCE_S, run_seed
+from spes_p2p.testing.virtual_loop import run_virtual
 
 RARE = ("decide", "download", "donate", "replay", "leave")
 """Points that are reached only after some other fault."""
@@ -154,6 +156,15 @@ def test_work_that_is_clipped_counts_as_missing_only_if_no_one_says_so(monkeypat
     assert_sound(result)
     says_so = False
     assert "work" in rules_broken(scenario)
+
+
+def test_the_control_of_the_peer_that_coordinates_counts() -> None:
+    run = virtual._Run(Scenario(peer_names(3), 2, vary=False), 0)
+    run_virtual(run.main())
+    sent, received = run._control_bytes[BOOTSTRAP]
+    most = run.result()
+    assert sent > most.control_bytes_median[0] > 3 * 100
+    assert received > most.control_bytes_median[1] > 3 * 100
 
 
 @pytest.mark.long

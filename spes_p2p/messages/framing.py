@@ -47,7 +47,7 @@ class Kind(IntEnum):
     REVISION = 11
     """A Revision: reducers were lost, and the plan has a new part table."""
     IN_FULL = 12
-    """Empty: the coordinator asks for a report with all roots."""
+    """Empty: the coordinator asks for a report with all roots, or for an announcement that it cannot restore from a Brief."""
     REPORT = 13
     """A Report: the results that the member holds."""
     STALLED = 14
@@ -56,6 +56,8 @@ class Kind(IntEnum):
     """A Signed with a Pushed: the contributor's signature under the updates before it."""
     COMPACT = 16
     """A Compact: a proposal, a commit or a request for votes, compressed with a proposal that the receiver has."""
+    BRIEF = 17
+    """A Brief: a member's announcement or report, compressed with what the coordinator has of that member."""
 
 
 class Message(NamedTuple):

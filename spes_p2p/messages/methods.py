@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from spes_p2p.messages.compact import BRIEF_BYTES
 from spes_p2p.messages.content import ContentKind
 from spes_p2p.messages.framing import MAX_FRAME_BYTES, Kind
 from spes_p2p.messages.refusals import LONGEST_REFUSAL
@@ -92,10 +93,11 @@ METHODS = {
         Method(REFORM, "trainers, at helpers", "ReformRequest", "Decide", answer_bytes=WHOLE),
         Method(ROUND, "members, at the coordinator",
                "Signed with an Announcement, later REPORT with a Report (its Signed holds a Staged), or "
-               "STALLED with a Stalled",
-               "PROPOSAL with a Proposal, meanwhile REVISION with a Revision or IN_FULL, then DECIDED with a CertifiedCommit; "
-               "PASSED with a Passed or COMPACT with a Compact in place of proposal or commit", request_bytes=WORK,
-               further={Kind.REPORT: WHOLE},
+               "STALLED with a Stalled; BRIEF with a Brief in place of announcement or report",
+               "PROPOSAL with a Proposal, meanwhile REVISION with a Revision, then DECIDED with a CertifiedCommit; "
+               "PASSED with a Passed or COMPACT with a Compact in place of proposal or commit; "
+               "IN_FULL in answer to a Brief or REPORT",
+               request_bytes=WORK, further={Kind.REPORT: WHOLE, Kind.BRIEF: BRIEF_BYTES},
                answers={Kind.PROPOSAL: WHOLE, Kind.DECIDED: WHOLE, Kind.COMPACT: WHOLE, Kind.REVISION: LISTS}),
         Method(CONTROL, "anybody", "ControlRequest", "Known", request_bytes=ORDER, answer_bytes=LISTS),
         Method(PREPARE, "the coordinator, at electors", "Prepare", "Promise", answer_bytes=WHOLE),

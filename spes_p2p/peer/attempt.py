@@ -13,6 +13,7 @@ from spes_p2p.consensus.electorate import quorum
 from spes_p2p.consensus.signed import sign
 from spes_p2p.errors import PeerUnreachable, Refused, UserError, refusal_line
 from spes_p2p.messages.codec import WireError, pack
+from spes_p2p.messages.compact import shortened
 from spes_p2p.messages.consensus import CertifiedCommit
 from spes_p2p.messages.framing import Kind, Message
 from spes_p2p.messages.methods import PING, ROUND
@@ -227,9 +228,10 @@ class RoundMember:
         self._set_state("paused" if paused else "announcing" if trains else "waiting")
         started = clock()
         async with self._node.endpoint.stream(coordinator, ROUND) as stream:
-            await stream.send(pack(self._announcer.announcement(number)))
+            announced = pack(self._announcer.announcement(number))
+            await _send(stream, shortened(Kind.MESSAGE, announced, self._replica.base.known_of(self._node.peer_id)))
             self._look_for_electors()
-            reply = await self._plan_or_commit(stream)
+            reply = await self._plan_or_commit(stream, announced)
             if reply is None:
                 return
             reply = await stream.alive(self._node.relay.received(reply, stream.remote))
@@ -237,16 +239,16 @@ class RoundMember:
                 seconds["announce"] = clock() - started
             if reply.kind == Kind.PROPOSAL:
                 plan = await self._plan(await unpack_beside(Proposal, reply.body), stream.remote)
-                reply = await self._exchange(stream, plan, seconds)
+                reply = await self._exchange(stream, plan, seconds, announced + plan.id.encode())
             decided = await unpack_beside(CertifiedCommit, reply.body)
         self._node.decisions.learn(decided)
 
     def _set_state(self, state: str) -> None:
         self._phases.set_state_unless_training(state)
 
-    async def _plan_or_commit(self, stream: Stream) -> Message | None:
-        """Return the coordinator's answer; None when this peer leaves before there is one."""
-        answer = asyncio.ensure_future(stream.any_message())
+    async def _plan_or_commit(self, stream: Stream, announced: bytes) -> Message | None:
+        """Return the coordinator's answer, and tell it what was announced if it asks; None if this peer leaves before that."""
+        answer = asyncio.ensure_future(_answer(stream, announced))
         try:
             if await self._leave.unless_made(asyncio.shield(answer)) is None:
                 await self.return_work()
@@ -254,8 +256,11 @@ class RoundMember:
         finally:
             answer.cancel()
 
-    async def _exchange(self, stream: Stream, plan: Plan, seconds: dict[str, float]) -> Message:
-        """Exchange, stage, judge and report, again for each revision of the plan; returns the message with the commit."""
+    async def _exchange(self, stream: Stream, plan: Plan, seconds: dict[str, float], known: bytes) -> Message:
+        """Exchange, stage, judge and report, again for each revision of the plan; returns the message with the commit.
+
+        `known`: the dictionary of reports (`messages/compact.py`).
+        """
         clock = asyncio.get_running_loop().time
         self._set_state("exchanging")
         started = clock()
@@ -295,7 +300,7 @@ class RoundMember:
                 elif work is not None:
                     work.result()
                     work = None
-                    await stream.send(self._report(exchange), kind=Kind.REPORT)
+                    await _send(stream, shortened(Kind.REPORT, self._report(exchange), known))
                     seconds["exchange"] = clock() - started
                     self._set_state("committing")
         finally:
@@ -315,6 +320,19 @@ class RoundMember:
         if plan.index(self._node.peer_id) is None:
             raise Refused(Code.NOT_PROVEN, "a proposal without this peer")
         return plan
+
+
+async def _answer(stream: Stream, announced: bytes) -> Message:
+    """Return the coordinator's answer to an announcement. Raises PeerUnreachable, Refused."""
+    answer = await stream.any_message()
+    if answer.kind == Kind.IN_FULL:
+        await stream.send(announced)
+        answer = await stream.any_message()
+    return answer
+
+
+async def _send(stream: Stream, message: Message) -> None:
+    await stream.send(bytes(message.body), kind=message.kind)
 
 
 async def _first_living(endpoint: RpcEndpoint, peers: Sequence[str]) -> int:

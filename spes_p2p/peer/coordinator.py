@@ -17,6 +17,7 @@ from spes_p2p.consensus.control import is_banned, is_paused, rolls_back
 from spes_p2p.consensus.proposer import Proposer, ProposerState, Reply, Send
 from spes_p2p.errors import PeerUnreachable, Refused, UserError
 from spes_p2p.messages.codec import WireError, pack, unpack
+from spes_p2p.messages.compact import restored
 from spes_p2p.messages.consensus import Accept, Ballot, CertifiedCommit, Control, Decide, Prepare, Promise, Signed, Vote
 from spes_p2p.messages.fields import MAX_MEMBERS
 from spes_p2p.messages.framing import MAX_FRAME_BYTES, Kind, Message
@@ -108,14 +109,17 @@ class Coordination:
         try:
             plan = await stream.alive(asyncio.shield(self._plan))
             if isinstance(plan, Plan):
-                await self._serve_proposal(stream, plan, announcement)
+                await self._serve_proposal(stream, plan, announcement, pack(signed) + plan.id.encode())
             await stream.alive(asyncio.shield(self._decided))
             await self._send_record(stream, self._decided_to)
         finally:
             self._members.leave(stream)
 
-    async def _serve_proposal(self, stream: Stream, plan: Plan, announcement: Announcement) -> None:
-        """Send the plan and its revisions and take the member's reports, until there is a decision."""
+    async def _serve_proposal(self, stream: Stream, plan: Plan, announcement: Announcement, known: bytes) -> None:
+        """Send the plan and its revisions and take the member's reports, until there is a decision.
+
+        `known`: the dictionary of reports (`messages/compact.py`).
+        """
         index, reports = plan.index(stream.remote), self._reports
         assert reports is not None
         if announcement.base_digest != plan.base_digest:
@@ -131,8 +135,10 @@ class Coordination:
                 either: set[asyncio.Future[Any]] = {report, self._decided}
                 await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
                 if report.done():
-                    message = report.result()
-                    if message.kind == Kind.STALLED:
+                    message = restored(report.result(), known)
+                    if message is None:
+                        await stream.send(kind=Kind.IN_FULL)
+                    elif message.kind == Kind.STALLED:
                         reports.complain(index, unpack(Stalled, message.body))
                     elif message.kind == Kind.REPORT:
                         await reports.take(index, await unpack_beside(Report, message.body))

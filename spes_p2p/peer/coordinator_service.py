@@ -11,7 +11,9 @@ from spes_p2p.consensus.electorate import coordinator_order
 from spes_p2p.consensus.signed import read_signed
 from spes_p2p.errors import Refused
 from spes_p2p.messages.codec import WireError, pack, unpack
+from spes_p2p.messages.compact import restored
 from spes_p2p.messages.consensus import Commit, Signed
+from spes_p2p.messages.framing import Kind
 from spes_p2p.messages.methods import PING, ROUND
 from spes_p2p.messages.refusals import Code
 from spes_p2p.messages.rounds import Announcement, Ping, Pong
@@ -98,7 +100,7 @@ class CoordinatorService:
             self._asked_to_stop_by.discard(coordinator)
 
     async def _on_round(self, stream: Stream) -> None:
-        signed, log = unpack(Signed, await stream.message()), self._node.log
+        signed, log = await self._announced(stream), self._node.log
         if signed.peer != stream.remote:
             raise Refused(Code.NOT_ALLOWED, "the announcement of another peer")
         is_known, identity = self._node.endpoint.shares.is_known(signed.peer), self._node.world.identity
@@ -127,6 +129,18 @@ class CoordinatorService:
         if announcement.commit != log.last.id:
             raise Refused(Code.BEHIND, f"round {announcement.round} is decided", round=log.round)
         await self._current_attempt().serve(stream, announcement, signed)
+
+    async def _announced(self, stream: Stream) -> Signed:
+        """Return the announcement that begins a stream; ask for it in full if it is a Brief that this peer cannot restore."""
+        known = self._replica.base.known_of(stream.remote) if self._replica.has_base else b""
+        message = restored(await stream.any_message(), known)
+        if message is None:
+            await stream.send(kind=Kind.IN_FULL)
+            stream.expect_request()
+            message = await stream.any_message()
+        if message.kind != Kind.MESSAGE:
+            raise WireError(f"a frame of kind {message.kind} where an announcement belongs")
+        return unpack(Signed, message.body)
 
     def _check_same_campaign(self, announcement: Announcement) -> None:
         self._node.check_protocol(announcement.protocol, announcement.round)

@@ -46,6 +46,13 @@ class Base:
         index = self.plan.index(peer) if self.plan is not None else None
         return None if self.plan is None or index is None else self.plan.assignments[index]
 
+    def known_of(self, peer: str) -> bytes:
+        """Return the dictionary of a peer's next announcement (`messages/compact.py`); empty if the plan lacks the peer."""
+        index = self.plan.index(peer) if self.plan is not None else None
+        if self.plan is None or index is None:
+            return b""
+        return pack(self.plan.proposal.announcements[index]) + (self.commit + self.digest).encode()
+
 
 @dataclass(frozen=True)
 class BuiltBase:

@@ -8,6 +8,7 @@ from typing import Any, cast
 
 from spes_p2p.config.campaign import CampaignConfig
 from spes_p2p.messages.codec import WireError, pack, unpack
+from spes_p2p.messages.compact import Brief
 from spes_p2p.messages.framing import Kind, Message
 from spes_p2p.net.interfaces import Channel, Handler, Transport, World
 from spes_p2p.testing.memory_network import Frame
@@ -49,7 +50,10 @@ class Tamper:
 
 
 def tampered(liar: Liar, tamper: Tamper, world: World | None = None) -> World:
-    """Return the liar's world, or `world`, with frames that pass through `tamper`; heartbeats and refusals do not."""
+    """Return the liar's world, or `world`, with frames that pass through `tamper`; heartbeats and refusals do not.
+
+    A Brief that is sent cannot be restored, so that the coordinator asks for the record, which does.
+    """
     world, tamper.tell = world or liar.world, liar.tell
     return replace(world, transport=cast(Transport, _TamperedTransport(world.transport, tamper)))
 
@@ -90,6 +94,9 @@ class _TamperedChannel(Wrapped):
     async def send(self, *pieces: bytes | memoryview, kind: int = Kind.MESSAGE) -> None:
         if kind in CONTROL_FRAMES:
             await self._inner.send(*pieces, kind=kind)
+            return
+        if kind == Kind.BRIEF:
+            await self._inner.send(pack(replace(unpack(Brief, b"".join(pieces)), known=b"")), kind=kind)
             return
         frame = replace(self._sent, body=b"".join(pieces), kind=kind)
         self._sent = replace(self._sent, index=self._sent.index + 1)

@@ -56,8 +56,9 @@ def simulate_virtual(
     replay = partial(_replay, "--virtual", path, options)
     made = summary("virtual", len(scenario.peer_names), found, time.monotonic() - started, replay)
     made["virtual_s"] = round(sum(each.virtual_s for each in found), 1)
-    made["control_bytes_max"] = max(each.control_bytes for each in found)
-    made["control_bytes_median"] = max(each.control_bytes_median for each in found)
+    for i, name in enumerate(("control_bytes", "control_received_bytes")):
+        made[f"{name}_max"] = max(each.control_bytes[i] for each in found)
+        made[f"{name}_median"] = max(each.control_bytes_median[i] for each in found)
     made["connections_max"] = max(each.connections_max for each in found)
     made["connections_median"] = max(each.connections_median for each in found)
     made["cpu_s"] = round(sum(each.cpu_s for each in found), 1)

@@ -6,7 +6,7 @@ import difflib
 import re
 
 from spes_p2p.messages.codec import unpack
-from spes_p2p.messages.compact import Compact
+from spes_p2p.messages.compact import Brief, Compact
 from spes_p2p.messages.framing import Kind
 from spes_p2p.observe.events import Event, StateEntered
 from spes_p2p.testing.memory_network import Frame
@@ -48,6 +48,9 @@ _REQUESTS = {
 }
 _ANSWERS = {"prepare": "promise", "accept": "vote", "pull": "reduce", "base": "donate", "plan": "replay"}
 _ROUND_ANSWERS: dict[int, str] = {Kind.PROPOSAL: "plan", Kind.DECIDED: "decided"}
+_ROUND_REQUESTS: dict[int, str] = {Kind.MESSAGE: "announce", Kind.REPORT: "staged"}
+_FORMS: dict[int, type[Compact | Brief]] = {Kind.COMPACT: Compact, Kind.BRIEF: Brief}
+"""Of frames in place of others."""
 _WRITES = {"results": "stage", "votes": "record", "commits": "log", "base": "save", "checkpoint": "checkpoint"}
 """By the first word of the blob's name."""
 _STATES = {"training": "training", "applying": "apply", "downloading": "download"}
@@ -59,10 +62,9 @@ def point_of_frame(frame: Frame) -> str | None:
         return None
     if frame.method != "round":
         return (_ANSWERS if frame.is_answer else _REQUESTS).get(frame.method)
-    if not frame.is_answer:
-        return "announce" if frame.index == 0 else "staged"
-    kind = frame.kind if frame.kind != Kind.COMPACT else unpack(Compact, frame.body).kind
-    return _ROUND_ANSWERS.get(kind)
+    form = _FORMS.get(frame.kind)
+    kind = frame.kind if form is None else unpack(form, frame.body).kind
+    return (_ROUND_ANSWERS if frame.is_answer else _ROUND_REQUESTS).get(kind)
 
 
 def point_of_write(blob: str) -> str | None:

@@ -59,10 +59,11 @@ class RunReport:
     """The same by point."""
     orphan_processes: int = 0
     virtual_s: float = 0.0
-    control_bytes: int = 0
-    """Maximum number of bytes that one peer sent in one round besides parts and pieces of a base (virtual form)."""
-    control_bytes_median: int = 0
-    """Median over rounds of what the peer that sent most in a round sent so."""
+    control_bytes: tuple[int, int] = (0, 0)
+    """Maximum number of bytes that one peer sent, and that one received, in one round besides parts and pieces of a base
+    (virtual form)."""
+    control_bytes_median: tuple[int, int] = (0, 0)
+    """Medians over rounds of what the peer that sent most in a round sent so, and the one that received most received."""
     connections_max: int = 0
     """The most other peers with which one peer had open streams at a time (virtual form)."""
     connections_median: int = 0

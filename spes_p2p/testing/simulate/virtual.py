@@ -17,7 +17,6 @@ import random
 import resource
 import statistics
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import replace
@@ -138,9 +137,10 @@ class _Run:
         self._swarm: VirtualSwarm
         self._faults: Injector
         self._names = list(dict.fromkeys((*scenario.peer_names, *scenario.liars)))
-        self._control_bytes: dict[str, int] = {}
-        self._most_control_bytes: Counter[int] = Counter()
-        """By round: the most that one peer sent."""
+        self._control_bytes: dict[str, tuple[int, int]] = {}
+        """By peer: what it has sent and received."""
+        self._most_control_bytes: dict[int, tuple[int, int]] = {}
+        """By round: the most that one peer sent, and that one received."""
         self._pending_tokens = 0
         self._ended_s = 0.0
         self._lies = 0
@@ -170,11 +170,12 @@ class _Run:
 
     def result(self) -> RunReport:
         """Return the run's results."""
+        sent, received = zip(*self._most_control_bytes.values() or ((0, 0),), strict=True)
         return RunReport(
             self._seed, self._audit.figures(self._pending_tokens), tuple(self._audit.violations), dict(self._faults.struck),
             dict(self._faults.struck_at), virtual_s=round(self._ended_s, 3),
-            control_bytes=max(self._most_control_bytes.values(), default=0),
-            control_bytes_median=int(statistics.median(self._most_control_bytes.values() or (0,))),
+            control_bytes=(max(sent), max(received)),
+            control_bytes_median=(int(statistics.median(sent)), int(statistics.median(received))),
             connections_max=max(self._swarm.network.connections.values(), default=0),
             connections_median=int(statistics.median(self._swarm.network.connections.values() or (0,))), log=tuple(self._log),
             attacked=self._attacked() if self._scenario.attackers else None,
@@ -281,6 +282,7 @@ class _Run:
                 self._last_base = self._swarm.peers[peer].replica.base.values
         if isinstance(event, (RoundCommitted, BaseRestored)) and peer in self._swarm.peers:
             self._check_base(peer)
+        if isinstance(event, (RoundCommitted, BaseRestored)) and peer in self._swarm.nodes:
             self._count_control_bytes(peer, event.round)
         if self._audit.newest_round > before:
             self._faults.round_committed(self._audit.newest_round)
@@ -327,11 +329,14 @@ class _Run:
         return self._lacks
 
     def _count_control_bytes(self, peer: str, round_number: int) -> None:
-        sent = self._swarm.nodes[peer].endpoint.sent
-        total = sum(count for method, count in sent.items() if method not in BYTES_BY_KIND)
-        most = self._most_control_bytes
-        most[round_number] = max(most[round_number], total - self._control_bytes.get(peer, 0))
-        self._control_bytes[peer] = total
+        endpoint, most = self._swarm.nodes[peer].endpoint, self._most_control_bytes
+        sent, received = (
+            sum(count for method, count in moved.items() if method not in BYTES_BY_KIND)
+            for moved in (endpoint.sent, endpoint.received)
+        )
+        before, (most_sent, most_received) = self._control_bytes.get(peer, (0, 0)), most.get(round_number, (0, 0))
+        most[round_number] = max(most_sent, sent - before[0]), max(most_received, received - before[1])
+        self._control_bytes[peer] = sent, received
 
     def _honest(self) -> Iterable[tuple[str, Peer]]:
         """Return the trainers that do not attack, by name."""
