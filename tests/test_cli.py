@@ -19,7 +19,7 @@ from network_swarm import COMMAND_TIMEOUT_S, ENVIRONMENT, LOOPBACK, ROOT, Ended,
 from sample_text import TEXT
 
 from spes_p2p import __version__
-from spes_p2p.cli import make_app
+from spes_p2p.cli import make_app, terminal
 from spes_p2p.errors import Broken
 from spes_p2p.messages.methods import PROTOCOL_VERSION
 from spes_p2p.net.identity import RSAIdentity
@@ -480,6 +480,16 @@ NEEDS_LIBRARIES = re.compile(
 
 
 @pytest.mark.network
+def test_without_a_terminal_a_progress_bar_is_a_line_now_and_then(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with terminal.ProgressBar("reading") as update:
+        update(1, 4)
+        monkeypatch.setattr(terminal, "SAY_EVERY_S", 0.0)
+        update(2, 4)
+    assert capsys.readouterr() == ("", "reading: 50 %\n")
+
+
 @pytest.mark.parametrize("asked", ["version", "--version"])
 def test_the_version_is_printed(asked: str) -> None:
     assert call(asked) == Ended(0, f"{__version__}\n", "")

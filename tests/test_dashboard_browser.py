@@ -163,7 +163,7 @@ def test_what_peers_say_is_text_and_never_markup() -> None:
     async def look(page: Any, live: Published) -> None:
         assert await page.text_content("#campaign") == evil
         assert await page.locator("img").count() == 0
-        assert await page.locator("script").count() == 1
+        assert await page.locator("script").count() == 2  # what is known at first, and the program
         assert "owned" not in (await page.title()).replace(evil, "")
         assert f"{evil} {evil} 0.500 ± 0.100" in await page.text_content("#task_scores")
         assert evil.replace("_", " ") in await page.text_content("#failure_reasons")

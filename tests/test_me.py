@@ -11,7 +11,7 @@ import pytest
 from recorded_run import run_dir
 from synthetic_swarm import synthetic_swarm
 
-from spes_p2p.client.me import StillPreparing, look_at, own_share, render
+from spes_p2p.client.me import StillPreparing, as_of, look_at, own_share, render
 from spes_p2p.errors import UserError
 from spes_p2p.messages.presence import Contribution, RoundRecord
 from spes_p2p.observe.events import BaseRestored, Controlled, Event, PhaseTrained, RoundCommitted
@@ -109,6 +109,12 @@ def test_a_trainer_that_does_not_run_has_no_experts_and_no_next_round() -> None:
     assert (share.state, share.experts, share.tokens) == ("not running", (), 600)
     assert math.isnan(share.next_round_s)
     assert "600 trained here are in the model, 30.0 % of all up to round 2\n" in render(share)
+
+
+def test_the_share_of_a_paused_trainer_is_one_of_the_swarms_newest_base() -> None:
+    share = own_share(journal(committed(2, 600, 400)), ME, 20, OwnState("paused", 0.0), now=0.0)
+    assert as_of(share, 2, 9999) == share
+    assert "600 trained here are in the model, 15.0 % of all up to round 4\n" in render(as_of(share, 4, 4000))
 
 
 def test_a_new_trainer_has_nothing_yet() -> None:

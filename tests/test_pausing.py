@@ -81,6 +81,9 @@ def test_a_trainer_that_is_paused_leaves_and_trains_again_after_resume(campaign:
         for peer in (*others, swarm["bootstrap"]):
             assert peer.events(RoundFailed) == []
             assert "warning" not in peer.log
+        later = json.loads(call("me", str(sleeper.run_dir), "--json").stdout)
+        assert (later["round"], later["tokens"], later["share_round"] > at) == (at, mine["tokens"], True)
+        assert later["share"] < mine["share"], "the others have gone on"
 
         left_at = swarm.newest_round()
         resumed = call("resume", str(sleeper.run_dir))

@@ -161,7 +161,7 @@ def me(
     """Show what your trainer has contributed: tokens, rounds, experts, time, its share of the model, the next round."""
     options.check_data_folders(data_dir)
 
-    from spes_p2p.client.me import look_at, look_at_worth, render
+    from spes_p2p.client.me import as_the_swarm_says, look_at, look_at_worth, render
     from spes_p2p.observe.json_values import to_json
 
     key = identity or run_dir / "identity.key"
@@ -172,6 +172,10 @@ def me(
             found = look_at_worth(run_dir, key, data_dir or (), update)
     else:
         found = look_at(run_dir, key)
+    if found.state == "paused":
+        setup_logging("warning", False)
+        with waiting("asking the swarm how far it is"):
+            found = run(as_the_swarm_says(found, run_dir))
     print(json.dumps(to_json(found), indent=2) if as_json else render(found))
 
 

@@ -10,6 +10,7 @@ import math
 import statistics
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -22,6 +23,7 @@ from spes_p2p.net.identity import RSAIdentity
 from spes_p2p.observe.contributed import Contributed
 from spes_p2p.observe.events import BaseRestored, Controlled, Event, RoundCommitted
 from spes_p2p.observe.history import HISTORY_FILE, read_journal
+from spes_p2p.observe.swarm_status import gather
 from spes_p2p.observe.units import human_count, human_indices, human_loss, human_seconds, short_peer
 from spes_p2p.session.apart import Progress
 from spes_p2p.session.own_state import STATE_FILE, OwnState, read_own_state
@@ -45,7 +47,9 @@ class OwnShare:
     tokens: int
     """Trained here and in the base."""
     share: float
-    """Share of all tokens in the base, 0 to 1; NaN before the first."""
+    """Share of all tokens in the base of `share_round`, 0 to 1; NaN before the first."""
+    share_round: int
+    """The last round in that base, which may be newer than its own."""
     rounds: int
     """Committed rounds with work of this trainer."""
     expert_steps: int
@@ -96,6 +100,7 @@ def own_share(
         detail=state.detail if state else "",
         tokens=own.tokens,
         share=own.tokens / base.total_tokens if base is not None and base.total_tokens else math.nan,
+        share_round=max(0, base.round) if base is not None else 0,
         rounds=own.rounds,
         expert_steps=own.expert_steps,
         experts=owned if is_running else (),
@@ -143,9 +148,30 @@ def look_at_worth(run_dir: Path, identity: Path, data_dirs: Sequence[Path], on_p
     return replace(look_at(run_dir, identity), worth=worth)
 
 
+def as_of(share: OwnShare, newest_round: int, total_tokens: int) -> OwnShare:
+    """Return it with its share of the swarm's newest base; a trainer that is paused does not learn of that."""
+    if newest_round <= share.round:
+        return share
+    return replace(share, share=share.tokens / max(1, total_tokens), share_round=newest_round)
+
+
+async def as_the_swarm_says(share: OwnShare, run_dir: Path) -> OwnShare:
+    """Return it as of the newest base of the swarm, of which the trainer knows addresses; unchanged if no peer answers."""
+    from spes_p2p.client.status import fetch_statuses
+
+    state = read_own_state(run_dir)
+    if state is None or not state.addresses:
+        return share
+    with suppress(UserError):
+        if statuses := await fetch_statuses(state.addresses):
+            swarm = gather(statuses)
+            return as_of(share, swarm.round, swarm.total_tokens)
+    return share
+
+
 def render(share: OwnShare) -> str:
     """For people."""
-    until = "" if share.state == "running" else f" up to round {share.round}"  # others may have gone on
+    until = "" if share.state == "running" else f" up to round {share.share_round}"  # others may have gone on
     of_all = f", {100 * share.share:.1f} % of all{until}" if math.isfinite(share.share) else ""
     when = f"in about {human_seconds(share.next_round_s)}" if share.next_round_s else "is due"
     coming = f"; the next {when}" if math.isfinite(share.next_round_s) else ""

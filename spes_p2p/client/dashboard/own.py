@@ -21,7 +21,7 @@ from typing import Any
 from aiohttp import web
 
 from spes_p2p.client.dashboard.poll import Published
-from spes_p2p.client.me import StillPreparing, look_at
+from spes_p2p.client.me import StillPreparing, as_of, look_at
 from spes_p2p.errors import UserError
 from spes_p2p.observe.history import HISTORY_FILE
 from spes_p2p.observe.json_values import to_json
@@ -95,9 +95,8 @@ class OwnTrainer:
 
     def _share_of(self, published: Published) -> dict[str, Any]:
         """Return what it contributed, as a share of the swarm's newest base where that is known: its own may be old."""
-        share: dict[str, Any] = to_json(self._share)
-        if published.view is not None and published.view["round"] > self._share.round:
-            share["share"] = self._share.tokens / max(1, published.view["total_tokens"])
+        view = published.view
+        share: dict[str, Any] = to_json(as_of(self._share, view["round"], view["total_tokens"]) if view else self._share)
         return share
 
     def routes(self, published: Published) -> list[web.RouteDef]:
