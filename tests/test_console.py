@@ -140,13 +140,15 @@ def test_a_round_that_fails_again_and_again_says_so_once_a_minute_and_how_many_a
     trainer(PeersSeen(1, 0, ("peer-aaaaaa",), ("helper", "peer-aaaaaa")))
     for attempt in range(6):
         trainer(RoundFailed(3, attempt, "coordinator_lost", f"Qm{'h' * 38}helper cannot be dialled"))
+        trainer(PeersSeen(1, 0, ("peer-aaaaaa",), ("helper", "peer-aaaaaa")))
         clock.now += 15
     trainer(commit(3))
-    first, later, decided = log.messages[1:]
+    first, explained, later, decided = log.messages[1:]
+    missing = "1 of 2 electors missing (helper); rounds wait until a majority is back or the swarm reforms"
+    assert explained == f"round 3/10 · {missing}"
     assert first.startswith("round 3/10, attempt 0 failed (coordinator_lost: helper cannot be dialled)")
     assert later == (
-        "round 3/10: 5 attempts failed in 1m00s, the last: coordinator_lost: helper cannot be dialled · 1 of 2 electors "
-        "missing (helper): rounds wait for them, or for the bootstrap peer to go on without them"
+        f"round 3/10: 5 attempts failed in 1m00s, the last: coordinator_lost: helper cannot be dialled · {missing}"
     )
     assert "decided after 6 failed attempts" in decided
 

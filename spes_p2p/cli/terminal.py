@@ -15,7 +15,8 @@ from typing import Any
 from spes_p2p.observe.log import json_line
 from spes_p2p.storage.threads import keep_freed_memory
 
-SHOW_CURSOR = "\x1b[?25h"
+END_SPINNER = "\r\x1b[K\x1b[?25h"
+"""Clears the line of a spinner, and shows the cursor, which it hides."""
 PEERS_COLLECT_AFTER = (700, 10, 10)
 """The usual default of Python: garbage may hold the bytes of a round, so it is collected often."""
 
@@ -45,7 +46,7 @@ def run_peer(work: Coroutine[Any, Any, None]) -> None:
 
 def _end_now(number: int, frame: object) -> None:
     if sys.stderr.isatty():
-        sys.stderr.write(SHOW_CURSOR)  # a spinner hides it
+        sys.stderr.write(END_SPINNER)
         sys.stderr.flush()
     os._exit(128 + number)
 

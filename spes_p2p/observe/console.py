@@ -72,6 +72,7 @@ class _Failing:
     since: float
     attempts: int = 0
     reasons: set[str] = field(default_factory=set)
+    is_explained: bool = False
 
 
 class RoundLog:
@@ -135,7 +136,8 @@ class RoundLog:
                 return f"downloading {event.what}: {percent(event.done, event.total)}"
             case events.PeersSeen():
                 self._missing = self._missing_electors(event)
-                return self._assembling(event) or self._membership_change(event) or self._still_waiting()
+                told = self._assembling(event) or self._membership_change(event)
+                return told or self._lost_majority() or self._still_waiting()
             case events.PhaseTrained() if event.skipped_steps:
                 return f"{self._nth(event.round)}: skipped {event.skipped_steps} steps with a non-finite loss or gradient"
             case RoundCommitted():
@@ -218,8 +220,16 @@ class RoundLog:
         if not missing:
             return ""
         names, electors = ", ".join(short_peer(peer) for peer in missing), len(event.electorate)
-        wait = ": rounds wait for them, or for the bootstrap peer to go on without them" if 2 * len(missing) >= electors else ""
+        wait = "; rounds wait until a majority is back or the swarm reforms" if 2 * len(missing) >= electors else ""
         return f" · {len(missing)} of {counted(electors, 'elector')} missing ({names}){wait}"
+
+    def _lost_majority(self) -> str | None:
+        """Report once for a round that fails why: it takes a while until dead electors vanish from the registry."""
+        failing, is_waiting = self._failing, "; rounds wait" in self._missing and not self._sees_no_trainer()
+        if not is_waiting or failing.is_explained or failing.round <= self._board.status.round:
+            return None
+        failing.is_explained = True
+        return f"{self._nth(failing.round)}{self._missing}"
 
     def _still_waiting(self) -> str | None:
         """Report a long wait, and the electors that are missing from the registry."""
