@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -175,6 +176,28 @@ def test_a_coordinator_without_the_dictionary_asks_and_no_round_fails() -> None:
     swarm.assert_replicas_agree()
 
 
+def test_a_member_that_restarts_before_its_report_is_back_in_a_later_round_with_briefs() -> None:
+    async def main() -> VirtualSwarm:
+        swarm, sent = VirtualSwarm(campaign(total_steps=100)), list[int]()
+
+        def tap(frame: Frame) -> Frame:
+            if (frame.sender, frame.method, frame.kind) == ("C", ROUND, Kind.BRIEF):
+                sent.append(unpack(Brief, frame.body).kind)
+            return frame
+
+        swarm.network.tap = tap
+        swarm.start_all("ABC")
+        await swarm.until(lambda: Kind.MESSAGE in sent)
+        swarm.restart("C")
+        at_restart = len(sent)
+        await swarm.until_round(5)
+        assert {*sent[at_restart:]} == {Kind.MESSAGE, Kind.REPORT}
+        assert "C" in swarm.recorders["A"].commits()[5].members
+        return swarm
+
+    simulate(main).assert_replicas_agree()
+
+
 def test_a_member_whose_briefs_are_damaged_holds_up_nobody() -> None:
     swarm, _ = briefs(lambda brief: replace(brief, body=brief.body[:-1]))
     assert not any(swarm.recorders[name].of(RoundFailed) for name in "AB")
@@ -191,7 +214,7 @@ def test_a_strangers_brief_is_not_expanded_and_keeps_no_stream_open() -> None:
             await stream.send(pack(bomb), kind=Kind.BRIEF)
             assert (await stream.any_message()).kind == Kind.IN_FULL
             with pytest.raises(PeerUnreachable):
-                await stream.any_message()
+                await asyncio.wait_for(stream.any_message(), 10.0)
 
     simulate(main)
 

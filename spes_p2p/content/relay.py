@@ -1,8 +1,8 @@
 """Fan-out of a round's records (plan, decided commit, request for votes) over a tree of its receivers, in compact form.
 
-The coordinator sends a record to the first FANOUT receivers, FANOUT_LARGE if it is large. Every other one gets its hash and
-the name of its parent in the tree, fetches the record there, and falls back to the coordinator. A receiver has at most as many
-children.
+The coordinator sends a record to the first FANOUT receivers, a large one to the first receiver only. Every other one gets its
+hash and the name of its parent in the tree, fetches the record there, and falls back to the coordinator. A receiver has at most
+FANOUT children, or FANOUT_LARGE.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 
 from spes_p2p.content.fetcher import Fetcher
 from spes_p2p.content.pieces import Body, from_hex, single
-from spes_p2p.content.transfer import ContentServer
+from spes_p2p.content.transfer import ContentServer, PeerDonor
 from spes_p2p.errors import Refused
 from spes_p2p.messages.codec import WireError, pack, unpack
 from spes_p2p.messages.compact import COMPACT_BYTES, Compact, compressed, expanded
@@ -25,10 +25,13 @@ from spes_p2p.net.rpc import RpcEndpoint
 
 FANOUT, FANOUT_LARGE = 8, 2
 LARGE_BYTES = 2**14
-"""Send records above this size to FANOUT_LARGE members only: its copies, one after the other, take longer than another tier."""
-WAIT_SILENCES = 1.5
-"""Wait this many times `silence_s` for a record that is asked for: after one, a member whose parent is silent gets it from the
-coordinator, and its own children should not ask there, too."""
+"""Records above this size are large: FANOUT copies of them, one after the other, take longer than another tier. Two copies
+instead of one would save some 0.1 s (docs/scaling.md), and double what the coordinator sends."""
+TIER_SILENCES = 0.2
+"""Wait for a parent for `silence_s`, and this share of it longer for each tier above: a member whose parent keeps the record to
+itself gets it from the coordinator, and its own children should not ask there, too."""
+WAIT_SILENCES = 3.2
+"""Keep a child waiting for this many times `silence_s`: the last of MAX_MEMBERS wait for 2.8."""
 KEPT_RECORDS = 4
 """Bounds the records held for others: plan, request for votes and commit of the round, and one of another attempt."""
 KINDS = (Kind.PROPOSAL, Kind.DECIDED, Kind.MESSAGE)
@@ -69,14 +72,15 @@ class Relay:
         """
         me, whole = self._endpoint.peer_id, self._compact(kind, record, plan)
         others = [peer for peer in receivers if peer != me]
-        sha256, places = self.keep(bytes(whole.body)), {peer: i for i, peer in enumerate(others)}
-        fanout = FANOUT if len(whole.body) <= LARGE_BYTES else FANOUT_LARGE
+        sha256, places = from_hex(self.keep(bytes(whole.body))), {peer: i for i, peer in enumerate(others)}
+        copies, children = (FANOUT, FANOUT) if len(whole.body) <= LARGE_BYTES else (1, FANOUT_LARGE)
 
         def message_to(peer: str) -> Message:
             index = places.get(peer, 0)
-            if index < fanout:
+            if index < copies:
                 return whole
-            return Message(pack(Passed(whole.kind, sha256, (others[index // fanout - 1], me))), Kind.PASSED)
+            parent = (index - copies) // children
+            return Message(pack(Passed(whole.kind, sha256, others[parent], _tier(parent, copies, children))), Kind.PASSED)
 
         return message_to
 
@@ -84,7 +88,7 @@ class Relay:
         """Return the record that the coordinator's message contains or names. Raises PeerUnreachable, Refused, WireError."""
         if message.kind == Kind.PASSED:
             passed = unpack(Passed, message.body)
-            message = Message(await self._fetch(passed), passed.kind)
+            message = Message(await self._fetch(passed, coordinator), passed.kind)
         self.keep(bytes(message.body))
         if message.kind == Kind.COMPACT:
             compact = unpack(Compact, message.body)
@@ -109,10 +113,12 @@ class Relay:
             known = bytes(await self._fetcher.fetch_single(content, tiers))
         return known
 
-    async def _fetch(self, passed: Passed) -> bytes:
-        """Fetch from the first holder that lives: a holder waits for the record itself (one tier each)."""
-        content = single("record", passed.sha256, from_hex(passed.sha256), MAX_FRAME_BYTES)
-        return bytes(await self._fetcher.fetch_single(content, [self._fetcher.peers([holder]) for holder in passed.holders]))
+    async def _fetch(self, passed: Passed, coordinator: str) -> bytes:
+        """Fetch from the parent, which waits for the record itself, or else from the coordinator."""
+        content = single("record", passed.sha256.hex(), passed.sha256, MAX_FRAME_BYTES)
+        patience_s = (1 + TIER_SILENCES * passed.tier) * self._endpoint.silence_s
+        tiers = [PeerDonor(self._endpoint, passed.parent, patience_s)], [PeerDonor(self._endpoint, coordinator)]
+        return bytes(await self._fetcher.fetch_single(content, tiers))
 
     async def _record(self, sha256: str, index: int) -> Body | None:
         """Return a record to serve; wait a while for one that has not arrived yet."""
@@ -124,3 +130,8 @@ class Relay:
             except asyncio.TimeoutError:
                 raise Refused(Code.NOT_HERE, "this peer lacks the record") from None
         return self._records[sha256] if index == 0 else None
+
+
+def _tier(index: int, copies: int, children: int) -> int:
+    """Return how many receivers stand between the coordinator and this one."""
+    return 0 if index < copies else 1 + _tier((index - copies) // children, copies, children)

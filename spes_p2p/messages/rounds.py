@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Annotated
 
-from annotated_types import MaxLen
+from annotated_types import Ge, Le, MaxLen
 
 from spes_p2p.messages.admission import Invitation
 from spes_p2p.messages.audits import Audited
@@ -315,14 +315,16 @@ class Ping(Extensible):
 
 @dataclass(frozen=True)
 class Passed:
-    """In place of a proposal or certified commit: where to fetch it."""
+    """In place of a proposal, certified commit or request for votes: where to fetch it, or else from the coordinator."""
 
     kind: FrameKind
     """Kind of the frame that this one replaces."""
-    sha256: Digest
-    """Hex sha256 of the record's bytes."""
-    holders: Annotated[tuple[PeerId, ...], MaxLen(2)]
-    """Peers that have the record, in the order to ask them."""
+    sha256: Root
+    """Of the record's bytes."""
+    parent: PeerId
+    """The peer that has the record, or gets it."""
+    tier: Annotated[int, Ge(0), Le(2**4)]
+    """Peers on the way from the coordinator to the parent."""
 
 
 @dataclass(frozen=True)
