@@ -27,8 +27,9 @@ from spes_p2p.messages.consensus import Ballot, CertifiedCommit, Commit, Control
 from spes_p2p.messages.framing import Kind
 from spes_p2p.messages.methods import ROUND
 from spes_p2p.messages.rounds import Announcement, Proposal, Report
+from spes_p2p.messages.samples import Interval
 from spes_p2p.model.layout import Layout, TensorSpec
-from spes_p2p.net.rpc import Stream
+from spes_p2p.net.rpc import RpcEndpoint, Stream
 from spes_p2p.observe.events import RoundFailed
 from spes_p2p.peer import collecting
 from spes_p2p.peer.attempt import RoundMember
@@ -512,6 +513,39 @@ class Announces(Tamper):
         if (frame.method, frame.is_answer, frame.kind) != (ROUND, False, Kind.MESSAGE):
             return frame
         return changed(frame, Signed, lambda signed: altered(signed, self._identity, self._identity, **self._changes))
+
+
+def test_what_strangers_announce_takes_little_memory_and_none_once_they_are_gone() -> None:
+    async def main() -> None:
+        swarm = unaudited_swarm("A", "", seconds_per_step=60.0)
+        swarm.start("A")
+        await swarm.until(lambda: swarm.round_of("A") >= 1, 3000)
+        await asyncio.sleep(100)
+        node, coordinator = swarm.nodes["W"], swarm.nodes["W"].coordinators()[0]
+        announced = announce(
+            campaign=swarm.campaign.hash, round=node.log.round + 1, commit=node.log.last.id,
+            untrained=tuple(Interval(0, 2 * i, 2 * i + 1) for i in range(2000)), archived=tuple(range(1000, 4000)),
+        )
+
+        async def stay(name: str, seconds: float) -> None:
+            record = pack(sign(announced, SimulatedIdentity(name)))
+            async with RpcEndpoint(swarm.network.transport(name), 5.0).stream(coordinator, ROUND) as stream:
+                await stream.send(record)
+                await stream.alive(asyncio.sleep(seconds))
+
+        staying = [asyncio.ensure_future(stay(f"stays-{i}", 200.0)) for i in range(3)]
+        await asyncio.gather(*(stay(f"goes-{i}", 50.0) for i in range(3)))
+        await asyncio.sleep(1)
+        attempt = (swarm.helper if coordinator == "W" else swarm.peers[coordinator]).coordinators._attempt
+        assert attempt is not None
+        assert set(attempt._members.announced) - {"A", "W"} == {f"stays-{i}" for i in range(3)}
+        assert attempt._members.signed.keys() == attempt._members.announced.keys()
+        assert not any(each.untrained or each.archived for each in attempt._members.announced.values())
+        for each in staying:
+            each.cancel()
+        await swarm.until(lambda: swarm.round_of("A") >= 3, 3000)
+
+    simulate(main)
 
 
 def test_a_stranger_that_counts_attempts_hides_no_straggler_delays() -> None:
