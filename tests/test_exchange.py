@@ -36,11 +36,12 @@ from spes_p2p.net.throughput import UNKNOWN_BYTES_PER_S
 from spes_p2p.peer.own_work import taken
 from spes_p2p.peer.part_frames import INDEX_BYTES, WEIGHT_BYTES
 from spes_p2p.peer.reducer import STRANGERS_SHARE
+from spes_p2p.peer.serving import MAX_BARE
 from spes_p2p.peer.transfers import IN_FLIGHT_S, WINDOW_BYTES
 from spes_p2p.rounds.blockwise import Blockwise
 from spes_p2p.rounds.codecs import CODECS
 from spes_p2p.rounds.digest import content_digest
-from spes_p2p.rounds.parts import SLOWEST_BYTES_PER_S, Part, to_mask
+from spes_p2p.rounds.parts import SLOWEST_BYTES_PER_S, Part, mask_bytes, to_mask
 from spes_p2p.rounds.planned import Plan
 from spes_p2p.rounds.results import ABSENT
 from spes_p2p.testing.memory_network import Frame, MemoryNetwork
@@ -315,6 +316,29 @@ def test_a_lane_that_cannot_be_is_refused(lane: int, lanes: int) -> None:
             with pytest.raises(Refused) as refused:
                 await stream.message()
             assert refused.value.code is Code.MALFORMED
+
+    simulate(main)
+
+
+def test_nobody_gets_the_same_results_twice() -> None:
+    async def main() -> None:
+        plan = make_plan_of(MEMBERS["two, each expert one owner"])
+        played = await Round.open(plan, random_updates(plan))
+        await played.run()
+        for lane in range(2):
+            async with played.endpoints["B"].stream("A", PULL) as stream:
+                await stream.send(pack(PullRequest(plan.id, 0, lane, 2)))
+                with pytest.raises(Refused, match="asked for before"):
+                    await stream.message(Kind.PART)
+        mask = bytes(mask_bytes(len(played.empty().parts)))
+        for _ in range(MAX_BARE):
+            async with played.endpoints["B"].stream("A", PULL) as stream:
+                await stream.send(pack(PullRequest(plan.id, 0, parts=mask)))
+                assert (await stream.any_message()).kind == Kind.END
+        async with played.endpoints["B"].stream("A", PULL) as stream:
+            await stream.send(pack(PullRequest(plan.id, 0, parts=mask)))
+            with pytest.raises(Refused, match="asked for before"):
+                await stream.any_message()
 
     simulate(main)
 

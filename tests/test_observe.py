@@ -74,10 +74,10 @@ def test_records_of_many_rounds_are_given_back_and_take_little_memory() -> None:
         rounds.record(event, 1.5)
     bytes_each = (tracemalloc.get_traced_memory()[0] - before) / len(committed)
     tracemalloc.stop()
-    first = rounds.after(9, 3)
+    first = [rounds.at(number) for number in rounds.after(9, 3)]
     assert [(each.round, each.time, each.contributions[7].tokens) for each in first] == [(n, 1.5, 1007) for n in (10, 11, 12)]
     rounds.record(Evaluated(3, 4.25), 2.0)
-    assert rounds.after(2, 1)[0].validation_loss == 4.25
+    assert rounds.at(3).validation_loss == 4.25
     assert not rounds.missing(range(len(committed)))
     assert bytes_each < 5000  # of which the last ones, as objects, are most
 

@@ -26,12 +26,15 @@ from spes_p2p.messages.codec import pack
 from spes_p2p.messages.consensus import Ballot, CertifiedCommit, Commit, Control, Signed, Workload
 from spes_p2p.messages.framing import Kind
 from spes_p2p.messages.methods import ROUND
-from spes_p2p.messages.rounds import Announcement, Proposal, Report
+from spes_p2p.messages.rounds import Announcement, Manifest, Proposal, Report, Stalled
+from spes_p2p.messages.samples import Interval
 from spes_p2p.model.layout import Layout, TensorSpec
-from spes_p2p.net.rpc import Stream
+from spes_p2p.net.rpc import RpcEndpoint, Stream
 from spes_p2p.observe.events import RoundFailed
 from spes_p2p.peer import collecting
 from spes_p2p.peer.attempt import RoundMember
+from spes_p2p.peer.collecting import StagedReports
+from spes_p2p.peer.exchange import Exchange
 from spes_p2p.peer.gathering import MAX_LATE, LateArrivals
 from spes_p2p.peer.replica import Replica
 from spes_p2p.peer.transfers import Transfers
@@ -512,6 +515,89 @@ class Announces(Tamper):
         if (frame.method, frame.is_answer, frame.kind) != (ROUND, False, Kind.MESSAGE):
             return frame
         return changed(frame, Signed, lambda signed: altered(signed, self._identity, self._identity, **self._changes))
+
+
+def test_what_strangers_announce_takes_little_memory_and_none_once_they_are_gone() -> None:
+    async def main() -> None:
+        swarm = unaudited_swarm("A", "", seconds_per_step=60.0)
+        swarm.start("A")
+        await swarm.until(lambda: swarm.round_of("A") >= 1, 3000)
+        await asyncio.sleep(100)
+        node, coordinator = swarm.nodes["W"], swarm.nodes["W"].coordinators()[0]
+        announced = announce(
+            campaign=swarm.campaign.hash, round=node.log.round + 1, commit=node.log.last.id,
+            untrained=tuple(Interval(0, 2 * i, 2 * i + 1) for i in range(2000)), archived=tuple(range(1000, 4000)),
+        )
+
+        async def stay(name: str, seconds: float) -> None:
+            record = pack(sign(announced, SimulatedIdentity(name)))
+            async with RpcEndpoint(swarm.network.transport(name), 5.0).stream(coordinator, ROUND) as stream:
+                await stream.send(record)
+                await stream.alive(asyncio.sleep(seconds))
+
+        staying = [asyncio.ensure_future(stay(f"stays-{i}", 200.0)) for i in range(3)]
+        await asyncio.gather(*(stay(f"goes-{i}", 50.0) for i in range(3)))
+        await asyncio.sleep(1)
+        attempt = (swarm.helper if coordinator == "W" else swarm.peers[coordinator]).coordinators._attempt
+        assert attempt is not None
+        assert set(attempt._members.announced) - {"A", "W"} == {f"stays-{i}" for i in range(3)}
+        assert attempt._members.signed.keys() == attempt._members.announced.keys()
+        assert not any(each.untrained or each.archived for each in attempt._members.announced.values())
+        for each in staying:
+            each.cancel()
+        await swarm.until(lambda: swarm.round_of("A") >= 3, 3000)
+
+    simulate(main)
+
+
+def test_a_stranger_that_reports_a_manifest_of_nothing_makes_nobody_report_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    honest, asked = RoundMember._report, list[Sequence[str]]()
+
+    def report(self: RoundMember, exchange: Exchange, in_full: bool = False) -> bytes:
+        if self._node.peer_id != "X":
+            return honest(self, exchange, in_full)
+        manifest = Manifest(exchange.plan.id, exchange.me, 0, b"", b"", b"", b"")
+        staged = staged_report(exchange.results, exchange.me, self._node.decisions.incarnation, in_full)
+        return pack(Report(sign(replace(staged, manifests=(manifest.root,)), self._node.world.identity), (manifest,)))
+
+    async def ask_in_full(self: StagedReports, peers: Sequence[str]) -> None:
+        asked.append(peers)
+
+    monkeypatch.setattr(RoundMember, "_report", report)
+    monkeypatch.setattr(StagedReports, "_ask_in_full", ask_in_full)
+
+    async def main() -> None:
+        swarm = unaudited_swarm("AB", "X")
+        for name in "ABX":
+            swarm.start(name)
+        await swarm.until(lambda: swarm.round_of("A") >= 2 or bool(asked), 400)
+
+    simulate(main)
+    assert not asked
+
+
+def test_a_complaint_that_is_repeated_makes_the_coordinator_look_at_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    honest, looks = StagedReports.wait, list[bool]()
+
+    async def wait(self: StagedReports) -> None:
+        changed = self._members.changed
+        for _ in range(2):
+            changed.clear()
+            self.complain(1, Stalled(self.results.plan.id, 0, self.results.revision))
+            looks.append(changed.is_set())
+        self._complaints.clear()
+        await honest(self)
+
+    monkeypatch.setattr(StagedReports, "wait", wait)
+
+    async def main() -> None:
+        swarm = unaudited_swarm("AB", "")
+        for name in "AB":
+            swarm.start(name)
+        await swarm.until(lambda: bool(looks), 400)
+
+    simulate(main)
+    assert looks[:2] == [True, False]
 
 
 def test_a_stranger_that_counts_attempts_hides_no_straggler_delays() -> None:

@@ -18,7 +18,8 @@ from spes_p2p.messages import consensus, content, presence, refusals, rounds
 from spes_p2p.messages.codec import WireError, pack, unpack
 from spes_p2p.messages.fields import MAX_INTERVALS
 from spes_p2p.messages.framing import HEADER, IGNORABLE, MAX_FRAME_BYTES, Kind
-from spes_p2p.messages.methods import COMMITS, METHODS, PING, ROUND
+from spes_p2p.messages.methods import COMMITS, HISTORY, METHODS, PING, ROUND
+from spes_p2p.messages.presence import Contribution, HistoryRequest, RoundRecord
 from spes_p2p.messages.refusals import Code
 from spes_p2p.messages.rounds import Ping
 from spes_p2p.net.byte_stream import FIRST_BYTES, ByteStream
@@ -26,6 +27,7 @@ from spes_p2p.net.channels import StreamChannel
 from spes_p2p.net.interfaces import Channel
 from spes_p2p.net.rpc import OUTSIDER_SILENCES, RpcEndpoint, Stream
 from spes_p2p.net.shares import (
+    ANSWERS_BITS,
     FRAME_COST,
     HELD_PER_PEER,
     OUTSIDER_BITS,
@@ -39,6 +41,8 @@ from spes_p2p.net.shares import (
 )
 from spes_p2p.net.turns import WAITING_S
 from spes_p2p.net.unpacking import unpack_beside
+from spes_p2p.observe.rounds import Rounds
+from spes_p2p.peer.history_sync import serving
 from spes_p2p.testing.memory_network import MemoryNetwork
 from spes_p2p.testing.virtual_loop import run_virtual
 
@@ -273,6 +277,64 @@ def test_where_too_much_waits_those_that_took_most_are_refused_and_turns_are_giv
         await asyncio.sleep(0)
         assert shares._turns.waiting_s == 0.0
         await asyncio.wait_for(shares.pace("another", OUTSIDER_FRAME_BYTES), 1.5)
+
+    run_virtual(main())
+
+
+def test_long_answers_to_outsiders_have_a_pace_and_newcomers_and_members_do_not_wait_behind_it() -> None:
+    async def main() -> int:
+        host, rounds, taken = Host(), Rounds("B"), list[int]()
+        for number in range(300):
+            rounds.add(a_record(number))
+        await host.endpoint.serve(HISTORY, serving(rounds, lambda: 0.0))
+
+        async def ask(name: str, timeout_s: float) -> int:
+            asker = RpcEndpoint(host.network.transport(name), SILENCE_S)
+            return len(await asker.ask("B", HISTORY, pack(HistoryRequest(-1, 256)), timeout_s))
+
+        async def greedy(name: str) -> None:
+            while True:
+                try:
+                    taken.append(await ask(name, 60.0))
+                except (Refused, PeerUnreachable):
+                    await asyncio.sleep(0.2)
+
+        attacks = [asyncio.ensure_future(greedy(f"X{i}")) for i in range(8) for _ in range(4)]
+        await asyncio.sleep(10)
+        assert await ask("member", 0.5) > 200_000
+        assert await ask("newcomer", 2.0) > 200_000
+        for attack in attacks:
+            attack.cancel()
+        return sum(taken)
+
+    assert 2**21 < run_virtual(main()) < (10 + OUTSIDERS_BURST_S + 3) * ANSWERS_BITS / 8
+
+
+def a_record(number: int) -> RoundRecord:
+    """Of a round with sixteen members."""
+    contributions = tuple(Contribution(f"Qm{i:044d}", 1000, 10) for i in range(16))
+    return RoundRecord(
+        number, 10 * number, 1000, 1000 * number, 2.0, 2.0, 1e-3, 0.0, 16, "", 0, "B", 1.0, (), 0, 0, 0, "", contributions
+    )
+
+
+def test_an_outsider_that_does_not_read_its_answer_keeps_no_memory() -> None:
+    async def main() -> None:
+        host = Host()
+        ended = asyncio.Event()
+
+        async def answer(stream: Stream) -> None:
+            try:
+                await stream.message()
+                await stream.answer(lambda: bytes(2**20), 2**20)
+            finally:
+                ended.set()
+
+        await host.endpoint.serve(COMMITS, answer)
+        channel = await host.network.transport("X").open("B", COMMITS)
+        await channel.send(b"x")
+        host.network.set_bandwidth("X", 1e6, 1e3)
+        await asyncio.wait_for(ended.wait(), 1.5 * SILENCE_S)
 
     run_virtual(main())
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
@@ -11,10 +12,11 @@ import pytest
 from spes_p2p.consensus.signed import sign
 from spes_p2p.errors import Refused
 from spes_p2p.messages.codec import pack
-from spes_p2p.messages.consensus import Accept, Ballot, Leave, Prepare
-from spes_p2p.messages.methods import ACCEPT, LEAVE, PREPARE
+from spes_p2p.messages.consensus import Accept, Ballot, CommitsRequest, Leave, Milestone, MilestoneRequest, Prepare
+from spes_p2p.messages.methods import ACCEPT, COMMITS, LEAVE, MILESTONE, PREPARE
 from spes_p2p.messages.refusals import Code
 from spes_p2p.messages.samples import Interval
+from spes_p2p.net import shares
 from spes_p2p.net.rpc import RpcEndpoint
 from spes_p2p.net.shares import STREAM_COST
 from spes_p2p.observe.events import RoundFailed
@@ -87,3 +89,25 @@ def test_a_newcomer_that_is_turned_away_as_busy_asks_the_same_coordinator_again(
         assert not swarm.recorders["D"].of(RoundFailed)
 
     simulate(main)
+
+
+@pytest.mark.parametrize(("method", "request_of"), [(COMMITS, CommitsRequest), (MILESTONE, MilestoneRequest)])
+def test_a_stranger_gets_commits_and_milestones_at_a_pace(
+    method: str, request_of: Callable[[int], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shares, "ANSWERS_BITS", 8 * 2**10)
+
+    async def main() -> int:
+        swarm, taken = VirtualSwarm(campaign(400)), list[int]()
+        swarm.start_all()
+        await swarm.until_round(2)
+        log = swarm.nodes["W"].log
+        log.milestone = Milestone(log.at(0), (), b"")
+        stranger = RpcEndpoint(swarm.network.transport("X"), 5.0)
+        until_s = asyncio.get_running_loop().time() + 20
+        while asyncio.get_running_loop().time() < until_s:
+            with contextlib.suppress(Refused):
+                taken.append(len(await stranger.ask("W", method, pack(request_of(-1)))))
+        return sum(taken)
+
+    assert 2**12 < simulate(main) < 40 * 2**10

@@ -11,7 +11,7 @@ from spes_p2p.consensus.control import is_rollback, rollback_commit, rolls_back
 from spes_p2p.consensus.milestone import earliest_reform, is_due, may_roll_back, next_milestone, proves_milestone
 from spes_p2p.consensus.output import LOG, Identity
 from spes_p2p.errors import Refused
-from spes_p2p.messages.codec import MAX_LISTS, WireError, pack, unpack
+from spes_p2p.messages.codec import MAX_LISTS, WireError, pack, pack_list, unpack
 from spes_p2p.messages.consensus import CertifiedCommit, Commit, Control, Milestone, Served
 from spes_p2p.messages.fields import MAX_SERVED
 from spes_p2p.messages.refusals import Code
@@ -34,6 +34,8 @@ class _Chain:
         self.first = first
         """Round of the first one."""
         self._packed: list[bytes] = []
+        self._lists: list[int] = []
+        """`_lists_in` each of them."""
         self._last: list[CertifiedCommit] = []
 
     @property
@@ -54,20 +56,31 @@ class _Chain:
 
     def append(self, decided: CertifiedCommit) -> None:
         self._packed.append(pack(decided))
+        self._lists.append(_lists_in(decided.commit))
         self._last = [*self._last[1 - KEPT_READ :], decided]
 
     def cut(self, end: int) -> None:
         """Drop those from round `end` on."""
         left = range(max(self.first, end - KEPT_READ), end)
         self._last = [self[number] for number in left]
-        del self._packed[end - self.first :]
+        del self._packed[end - self.first :], self._lists[end - self.first :]
 
-    def packed(self, first: int) -> list[bytes]:
-        """Return those from round `first` on, as bytes."""
-        return self._packed[first - self.first :]
+    def packed(self, first: int, end: int | None = None) -> list[bytes]:
+        """Return those from round `first` on, as bytes; up to round `end`, or all."""
+        return self._packed[first - self.first : None if end is None else end - self.first]
+
+    def page_end(self, first: int, count: int) -> int:
+        """Return the round after a page of those from round `first` on: `count`, PAGE_BYTES, PAGE_LISTS, and at least one."""
+        size = lists = 0
+        for number in range(first, min(self.end, first + count)):
+            size, lists = size + len(self._packed[number - self.first]), lists + self._lists[number - self.first]
+            if number > first and (size > PAGE_BYTES or lists > PAGE_LISTS):
+                return number
+        return min(self.end, first + count)
 
     def begin_at(self, first: int) -> None:
         """Drop those before round `first`."""
+        self._lists = self._lists[first - self.first :]
         self._packed, self.first = self.packed(first), first
         self._last = self._last[-len(self._packed) :]
 
@@ -177,14 +190,13 @@ class CommitLog:
 
     def page(self, round_number: int, count: int) -> tuple[CertifiedCommit, ...]:
         """Return the first certified commits after that round: at most `count`, PAGE_BYTES, PAGE_LISTS, and at least one."""
-        page, size, lists = list[CertifiedCommit](), 0, 0
-        for number in range(max(self._decided.first, round_number + 1), min(self._decided.end, round_number + 1 + count)):
-            decided = self._decided[number]
-            size, lists = size + len(pack(decided)), lists + _lists_in(decided.commit)
-            if page and (size > PAGE_BYTES or lists > PAGE_LISTS):
-                break
-            page.append(decided)
-        return tuple(page)
+        first = max(self._decided.first, round_number + 1)
+        return tuple(self._decided[number] for number in range(first, self._decided.page_end(first, count)))
+
+    def packed_page(self, round_number: int, count: int) -> bytes:
+        """Return such a page as a packed Decide. No commit is read or packed for it, so anybody may ask for as many."""
+        first = max(self._decided.first, round_number + 1)
+        return pack_list(self._decided.packed(first, self._decided.page_end(first, count)))
 
     def admits(self, decided: CertifiedCommit) -> bool:
         """Return True for the next commit or one that replaces a branch, False for a known one.

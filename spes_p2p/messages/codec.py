@@ -59,6 +59,12 @@ def pack(record: Any) -> bytes:
     return packed if _shared is None or len(packed) <= SHARED_BYTES else _shared(packed)
 
 
+def pack_list(packed: Sequence[bytes]) -> bytes:
+    """Return the canonical bytes of a record whose only field is a list of these packed records."""
+    packer = msgpack.Packer()
+    return b"".join((packer.pack_array_header(1), packer.pack_array_header(len(packed)), *packed))
+
+
 def unpack(cls: type[Record], data: Buffer) -> Record:
     """Read a record of type `cls`. Raises WireError for non-canonical bytes and for values out of bounds.
 

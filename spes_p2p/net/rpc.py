@@ -99,6 +99,17 @@ class Stream:
         await self._send(*pieces, kind=kind)
         self._count(size, 0, began)
 
+    async def answer(self, make: Callable[[], bytes], cost: int) -> None:
+        """Send what `make` returns, `cost` bytes or so. An outsider waits for its turn first, and has `silence_s` to read it.
+
+        Raises PeerUnreachable, TimeoutError, and Refused where too much waits.
+        """
+        if self._shares.is_known(self.remote):
+            await self.send(make())
+        else:
+            await self.alive(self._shares.answer(self.remote, cost))
+            await _within(self.send(make()), self._detector.ceiling_s)
+
     async def refuse(self, refused: Refused) -> None:
         """Send a refusal, which the other end's `receive` raises."""
         if not self._has_refused:

@@ -34,6 +34,9 @@ OUTSIDER_BITS, OUTSIDERS_BITS, OUTSIDERS_BURST_S = 8 * 2**14, 8 * 2**16, 4.0
 """What one outsider, and all of them, may send a second, in bits. Records of 64 KiB take some 100 ms to read, a tenth of a
 processor. A joiner sends little: with all that counts for more than its bytes, 8 KiB until it has announced, so that eight a
 second can come."""
+ANSWER_BITS, ANSWERS_BITS = 8 * 2**16, 8 * 2**20
+"""What one outsider gets of long answers before others go first, and what all of them get, in bits a second: pages of the log,
+of records, and milestones. A joiner reads some megabytes of them; without a bound a few short requests took the whole line."""
 FRAME_COST, STREAM_COST = 2**7, 2**10
 """Bytes that a frame and a stream count for in addition: as much time as handling them takes."""
 
@@ -61,6 +64,8 @@ class Shares:
         self._freed = asyncio.Event()
         self._pace: dict[str, Pacer] = {}
         self._turns = Turns(OUTSIDERS_BITS, OUTSIDERS_BURST_S)
+        self._answer_pace: dict[str, Pacer] = {}
+        self._answer_turns = Turns(ANSWERS_BITS, OUTSIDERS_BURST_S)
 
     def enter(self, peer: str) -> Place | None:
         """Count a stream that this peer opened; None when it has too many.
@@ -112,17 +117,21 @@ class Shares:
 
     async def own_pace(self, peer: str, cost: int) -> None:
         """Wait until an outsider by itself may send this much more."""
-        if self.is_known(peer):
-            return
-        if len(self._pace) >= 2 * STREAMS_OF_OUTSIDERS:
-            self._pace = {each: pacer for each, pacer in self._pace.items() if pacer.taken_s()}
-        await self._pace.setdefault(peer, Pacer(OUTSIDER_BITS, OUTSIDERS_BURST_S)).let_pass(cost)
+        if not self.is_known(peer):
+            await _pacer(self._pace, peer, OUTSIDER_BITS).let_pass(cost)
 
     async def turn(self, peer: str, cost: int) -> None:
         """Wait for an outsider's turn among all others. Raises Refused where too much waits."""
         if not self.is_known(peer):
             own = self._pace.get(peer)
             await self._turns.wait(cost, own.taken_s() if own is not None else 0.0)
+
+    async def answer(self, peer: str, size: int) -> None:
+        """Wait for an outsider's turn to be sent this much. Raises Refused where too much waits."""
+        pacer = _pacer(self._answer_pace, peer, ANSWER_BITS)
+        taken_s = min(pacer.taken_s(), OUTSIDERS_BURST_S)
+        pacer.take(size)
+        await self._answer_turns.wait(size, taken_s)
 
     def _is_full(self, peer: str, size: int) -> bool:
         if self.is_known(peer):
@@ -139,3 +148,11 @@ class Shares:
             self._places.pop(peer, None)
             del self._held[peer]
             self._outsiders.discard(peer)
+
+
+def _pacer(paces: dict[str, Pacer], peer: str, bits_per_s: float) -> Pacer:
+    """Return an outsider's pacer. Those that took nothing lately are forgotten."""
+    if len(paces) >= 2 * STREAMS_OF_OUTSIDERS:
+        for each in [each for each, pacer in paces.items() if not pacer.taken_s()]:
+            del paces[each]
+    return paces.setdefault(peer, Pacer(bits_per_s, OUTSIDERS_BURST_S))

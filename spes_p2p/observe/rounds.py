@@ -190,10 +190,13 @@ class Rounds:
         """Return those of the given rounds that have no record, or none that says the loss though they were trained."""
         return [number for number in rounds if number not in self._records or number in self._without_loss]
 
-    def after(self, round_number: int, at_most: int) -> tuple[RoundRecord, ...]:
-        """Return the first records after a round."""
-        later = sorted(number for number in self._records if number > round_number)
-        return tuple(self._records[number] for number in later[:at_most])
+    def after(self, round_number: int, at_most: int) -> list[int]:
+        """Return the first rounds after this one that have a record."""
+        return sorted(number for number in self._records if number > round_number)[:at_most]
+
+    def at(self, round_number: int) -> RoundRecord:
+        """Return the record of a round that has one."""
+        return self._records[round_number]
 
     def record(self, event: Event, time: float) -> None:
         """Record an event of this peer; `time`: Unix time of the event."""

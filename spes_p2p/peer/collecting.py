@@ -73,8 +73,8 @@ class StagedReports:
         if tuple(manifest.root for manifest in report.manifests) != staged.manifests:
             raise WireError("a report with other manifests than it names")
         for manifest in report.manifests:
-            if manifest.reducer != index:
-                raise WireError("a manifest of another reducer")
+            if manifest.reducer != index or not manifest.digests:  # one without parts is like no other member's list
+                raise WireError("a manifest of another reducer, or of a member that reduces nothing")
             self.results.add_manifest(manifest)
         self.staged[index], self._signed[index] = staged, report.staged
         self._members.changed.set()
@@ -88,8 +88,10 @@ class StagedReports:
         if stalled.reducer >= len(self.results.plan.members):
             raise WireError("a complaint about another peer")
         if (stalled.plan, stalled.revision) == (self.results.plan.id, self.results.revision):
-            self._complaints.setdefault(stalled.reducer, {}).setdefault(index, asyncio.get_running_loop().time())
-            self._members.changed.set()
+            since = self._complaints.setdefault(stalled.reducer, {})
+            if index not in since:
+                since[index] = asyncio.get_running_loop().time()
+                self._members.changed.set()
 
     async def wait(self) -> None:
         """Wait for the report of every living member; move the parts of lost reducers to backups meanwhile.

@@ -36,7 +36,6 @@ from spes_p2p.rounds.commit import make_commit
 from spes_p2p.rounds.merge import Donors, nearest_experts
 from spes_p2p.rounds.plan import alpha_due, crowded_out, standings_of
 from spes_p2p.rounds.planned import Plan
-from spes_p2p.rounds.proposal import check_announced
 from spes_p2p.rounds.results import Results
 
 logger = logging.getLogger(__name__)
@@ -100,8 +99,7 @@ class Coordination:
                 future.exception()
 
     async def serve(self, stream: Stream, announcement: Announcement, signed: Signed) -> None:
-        """Serve one member's stream, from its announcement, which is `signed`, to the decided commit."""
-        check_announced(stream.remote, announcement, self.parent, self._node.peer_id, self._node.rules)
+        """Serve one member's stream, from its announcement, which is checked and `signed`, to the decided commit."""
         if self._plan.done():
             self._context.too_late.add(stream.remote, self.parent)
             raise Refused(Code.CLOSED, "the plan of this attempt is made")

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
+from spes_p2p.consensus.admission import standing_of
 from spes_p2p.consensus.control import takes_part
 from spes_p2p.consensus.electorate import coordinator_order
 from spes_p2p.consensus.signed import read_signed
@@ -29,6 +31,7 @@ from spes_p2p.peer.phases import PhaseRunner
 from spes_p2p.peer.replica import Replica
 from spes_p2p.peer.reporter import EventReporter
 from spes_p2p.rounds.planned import Plan, pacemakers
+from spes_p2p.rounds.proposal import check_announced
 
 BASE_EVERY_S = 0.1
 """A coordinator that waits for its base looks this often."""
@@ -128,6 +131,8 @@ class CoordinatorService:
             raise Refused(Code.LEAVING, "the coordinator does not have the last base yet")
         if announcement.commit != log.last.id:
             raise Refused(Code.BEHIND, f"round {announcement.round} is decided", round=log.round)
+        check_announced(stream.remote, announcement, log.last, self._node.peer_id, self._node.rules)
+        announcement = self._kept_of(stream.remote, announcement)
         await self._current_attempt().serve(stream, announcement, signed)
 
     async def _announced(self, stream: Stream) -> Signed:
@@ -141,6 +146,12 @@ class CoordinatorService:
         if message.kind != Kind.MESSAGE:
             raise WireError(f"a frame of kind {message.kind} where an announcement belongs")
         return unpack(Signed, message.body)
+
+    def _kept_of(self, peer: str, announcement: Announcement) -> Announcement:
+        """Return an announcement without its long lists, each of which takes a megabyte; a plan is made from the signed one."""
+        rule, helpers = self._node.rules.config.admission, self._node.log.last.helpers
+        is_vouched = standing_of(rule, peer, announcement.invitation, helpers) == "vouched"
+        return replace(announcement, untrained=(), archived=announcement.archived if is_vouched else ())
 
     def _check_same_campaign(self, announcement: Announcement) -> None:
         self._node.check_protocol(announcement.protocol, announcement.round)

@@ -40,6 +40,7 @@ from spes_p2p.peer.durable import open_participant, perform
 from spes_p2p.peer.milestones import fetch_milestone
 from spes_p2p.peer.validity import Validity
 from spes_p2p.rounds.archive import archived_rounds
+from spes_p2p.rounds.remembered import remembered
 
 T = TypeVar("T")
 
@@ -49,6 +50,9 @@ COMMITS_PER_MESSAGE = 200
 MAX_ASKED, FIRST_ASKED = 16, 2
 """Ask at most this many peers for certificates; one honest answer is enough. The first ones bring what there is, in most
 cases, so that the others need not send the same."""
+
+_packed_once = remembered(1)(pack)
+"""For a milestone, which may have megabytes."""
 
 
 class Decisions:
@@ -239,13 +243,15 @@ class Decisions:
         after = unpack(CommitsRequest, await stream.message()).after
         if after < self.log.begins - 1:
             raise Refused(Code.NOT_HERE, f"the log begins with round {self.log.begins}")
-        await stream.send(pack(Decide(self.log.page(after, COMMITS_PER_MESSAGE))))
+        page = self.log.packed_page(after, COMMITS_PER_MESSAGE)
+        await stream.answer(lambda: page, len(page))
 
     async def _on_milestone(self, stream: Stream) -> None:
         after, milestone = unpack(MilestoneRequest, await stream.message()).after, self.log.milestone
         if milestone is None or milestone.decided.commit.round <= after:
             raise Refused(Code.NOT_HERE, f"no milestone after round {after}")
-        await stream.send(pack(milestone))
+        packed = _packed_once(milestone)
+        await stream.answer(lambda: packed, len(packed))
 
     async def _on_prepare(self, stream: Stream) -> None:
         request = unpack(Prepare, await stream.message())

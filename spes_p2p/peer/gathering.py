@@ -153,9 +153,12 @@ class Gathering:
         self.changed.set()
 
     def leave(self, stream: Stream) -> None:
-        """Note that a member's stream has ended."""
-        if self.alive.get(stream.remote) is stream:
-            del self.alive[stream.remote]
+        """Note that a member's stream has ended. What it announced is forgotten where nobody waits for its work."""
+        peer = stream.remote
+        if self.alive.get(peer) is stream:
+            del self.alive[peer]
+            if peer not in self._context.assigned_steps:
+                del self.announced[peer], self.signed[peer], self._done_at[peer]
         self.changed.set()
 
     def keeps_base_of(self, round_number: int) -> bool:

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
-from itertools import accumulate, pairwise
+from itertools import pairwise
 
 from spes_p2p.consensus.commit_log import CommitLog
 from spes_p2p.errors import PeerUnreachable, Refused
@@ -32,6 +32,8 @@ LEAST_RECORDS = CONTRIBUTIONS_PER_MESSAGE // (MAX_MEMBERS + NAME_WEIGHT * MAX_NA
 """Records that fit in a page whatever the size of the swarm."""
 MAX_PAGES = 2**12
 """Bounds the pages from one peer, whatever round it claims to know."""
+RECORD_COST = 2**11
+"""Bytes of a stranger's turn that a record counts for, before it is read: as many as one of 30 members has."""
 ASK_EVERY_S = 1.0
 LOOK_BACK = 2
 """Ask again for this many rounds before the first missing one: their held-out loss arrived later."""
@@ -44,12 +46,20 @@ def serving(rounds: Rounds, wall_time: Callable[[], float]) -> Callable[[Stream]
 
     async def on_history(stream: Stream) -> None:
         request = unpack(HistoryRequest, await stream.message())
-        records = rounds.after(request.after, max(0, min(request.at_most, RECORDS_PER_MESSAGE)))
-        sizes = accumulate(map(_size, records))
-        fitting = sum(size <= CONTRIBUTIONS_PER_MESSAGE for size in sizes)
-        await stream.send(pack(HistoryPage(wall_time(), records[:fitting])))
+        wanted = rounds.after(request.after, max(0, min(request.at_most, RECORDS_PER_MESSAGE)))
+        await stream.answer(lambda: pack(HistoryPage(wall_time(), _page(rounds, wanted))), RECORD_COST * len(wanted))
 
     return on_history
+
+
+def _page(rounds: Rounds, wanted: list[int]) -> tuple[RoundRecord, ...]:
+    """Return the first of these rounds' records, as many as a page may have."""
+    page, left = list[RoundRecord](), CONTRIBUTIONS_PER_MESSAGE
+    for record in map(rounds.at, wanted):
+        if (left := left - _size(record)) < 0:
+            break
+        page.append(record)
+    return tuple(page)
 
 
 def _size(record: RoundRecord) -> int:

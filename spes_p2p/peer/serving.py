@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 
 from spes_p2p.errors import Refused
 from spes_p2p.messages.codec import pack
@@ -13,6 +14,9 @@ from spes_p2p.net.rpc import Stream
 from spes_p2p.peer.exchange_context import ExchangeContext
 from spes_p2p.peer.part_frames import numbered
 from spes_p2p.rounds.parts import Part, mask_bytes, pulls
+
+MAX_BARE = 2**7
+"""How often a member may ask for no parts: each of its streams does once where hubs are lost and others have only manifests."""
 
 
 class Serving:
@@ -27,6 +31,10 @@ class Serving:
         self._settled = set[int]()
         self._manifests = set[int]()
         """Reducers whose manifests are settled."""
+        self._asked = set[tuple[int, int]]()
+        """Members, and the parts for which they have asked."""
+        self._bare = Counter[int]()
+        """By member: how often it has asked for no parts."""
         self._news = asyncio.Event()
         self._is_over = False
 
@@ -49,11 +57,19 @@ class Serving:
         self._wake()
 
     async def serve(self, stream: Stream, puller: int, request: PullRequest) -> None:
-        """Send another member its results, then the manifests of their reducers."""
+        """Send another member its results, then the manifests of their reducers. Raises Refused for what it has asked for.
+
+        Nobody asks again for what broke (`Transfers`), and a stranger could do so without end.
+        """
         if request.parts and len(request.parts) != mask_bytes(len(self._context.results.parts)):
             raise Refused(Code.MALFORMED, "a mask of other parts")
         its = self._of(puller, request.parts)
         left = {part.index for part in [part for part in its if pulls(part, puller)][request.lane :: request.lanes]}
+        asked = {(puller, index) for index in left}
+        self._bare[puller] += not asked
+        if self._bare[puller] > MAX_BARE or not self._asked.isdisjoint(asked):
+            raise Refused(Code.NOT_ALLOWED, "this was asked for before")
+        self._asked |= asked
         seen = 0
         while left:
             if seen == len(self._order):
