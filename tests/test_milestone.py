@@ -8,6 +8,7 @@ import random
 
 import pytest
 
+from spes_p2p.consensus import admission
 from spes_p2p.consensus import milestone as rules
 from spes_p2p.consensus.admission import Service
 from spes_p2p.consensus.certificate import vote_message
@@ -120,6 +121,25 @@ def test_logs_stay_short_however_many_rounds_there_are() -> None:
             assert peer.log.round - peer.log.begins < 3 * ROUNDS + 1
             assert len(peer.store.records(LOG)) <= 3 * ROUNDS + 1
     assert other.restarted().log.last == decided[-1].commit
+
+
+def test_newcomers_without_end_keep_no_milestone_from_being_signed_and_who_works_is_not_forgotten(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(admission, "MAX_SERVED", 64)
+    owner, joiner = Somebody(OWNER), Somebody("D")
+    for number in range(4 * ROUNDS):
+        fresh = (f"{number}-{i}" for i in range(4))
+        owner.learn(certified(after(owner.log.last, members=("B", *fresh), heard=tuple(range(5)))))
+    served = owner.log.services(owner.log.round)
+    assert len(served) <= 64
+    assert served["B"] == Service(4 * ROUNDS)
+    numbers = {int(peer.split("-")[0]) for peer in served.keys() - {"B"}}
+    assert min(numbers) < ROUNDS, "the oldest are not the first to go: who is away for a while has not served in vain"
+    assert owner.sign()
+    assert joiner.take(owner.log.milestone)
+    joiner.learn(*owner.log.since(owner.log.begins))
+    assert joiner.log.services(joiner.log.round) == served
 
 
 def test_only_the_owner_signs_milestones() -> None:

@@ -218,6 +218,14 @@ def test_strangers_cannot_change_how_many_steps_the_others_do() -> None:
     assert steps == dict.fromkeys("AB", 10) | dict.fromkeys("UVXYZ", 40)
 
 
+@pytest.mark.parametrize("loss", [0.0, 1e6])
+def test_the_shown_loss_is_that_of_the_vouched_trainers(loss: float) -> None:
+    strangers = {name: announce(4 * PHASE_TOKENS, loss=loss) for name in "UVX"}
+    assert plan_of({"A": announce(PHASE_TOKENS, elector("A"), loss=2.5)} | strangers).loss == 2.5
+    plan = plan_of({"A": announce(0, elector("A")), "X": announce(PHASE_TOKENS, loss=3.0)})
+    assert plan.loss == 3.0, "where they bring no work, that of the others"
+
+
 @given(st.dictionaries(st.sampled_from("ABCDEF"), st.tuples(st.sampled_from(["elector", "proven", "newcomer"]),
                                                             st.integers(0, EXPERTS)), min_size=1))
 def test_every_expert_has_two_owners_of_whom_one_is_past_probation(peers: dict[str, tuple[str, int]]) -> None:

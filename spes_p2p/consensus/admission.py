@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import replace
+from hashlib import sha256
 from time import gmtime, strftime
 from typing import NamedTuple
 
@@ -18,6 +19,7 @@ from spes_p2p.errors import Refused
 from spes_p2p.messages.admission import Invitation, Standing
 from spes_p2p.messages.codec import pack
 from spes_p2p.messages.consensus import Commit, Control
+from spes_p2p.messages.fields import MAX_SERVED
 from spes_p2p.messages.refusals import Code
 
 PROBATION_ROUNDS, PROBATION_AUDITS = 10, 1
@@ -114,12 +116,15 @@ def is_past_probation(service: Service, needs_audit: bool) -> bool:
 
 
 def add_service(services: dict[str, Service], commit: Commit) -> None:
-    """Add what this commit says to the services of all peers."""
-    for index in commit.heard:
-        if index < len(commit.members):
-            peer = commit.members[index]
-            before = services.get(peer, NO_SERVICE)
-            services[peer] = Service(before.rounds + 1, before.audits)
+    """Add what this commit says to the services of all peers.
+
+    Where a milestone could not hold them all, its hash draws whom to forget, of those without work in it: anybody can serve a
+    round under ever new names. A 64th goes at once, since drawing takes tens of milliseconds.
+    """
+    heard = {commit.members[index] for index in commit.heard if index < len(commit.members)}
+    for peer in heard:
+        before = services.get(peer, NO_SERVICE)
+        services[peer] = Service(before.rounds + 1, before.audits)
     for verdict in commit.verdicts:
         if verdict.passed:
             before = services.get(verdict.peer, NO_SERVICE)
@@ -128,6 +133,10 @@ def add_service(services: dict[str, Service], commit: Commit) -> None:
         services[peer] = Service(services[peer].rounds)
     for peer in begins_anew(commit):
         services.pop(peer, None)
+    if len(services) > MAX_SERVED:
+        absent = sorted(services.keys() - heard, key=lambda peer: sha256(f"{commit.id}/{peer}".encode()).digest())
+        for peer in absent[: len(services) - MAX_SERVED + MAX_SERVED // 64]:
+            del services[peer]
 
 
 def owes_an_audit(commit: Commit) -> dict[str, int]:

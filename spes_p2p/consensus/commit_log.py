@@ -13,7 +13,6 @@ from spes_p2p.consensus.output import LOG, Identity
 from spes_p2p.errors import Refused
 from spes_p2p.messages.codec import MAX_LISTS, WireError, pack, pack_list, unpack
 from spes_p2p.messages.consensus import CertifiedCommit, Commit, Control, Milestone, Served
-from spes_p2p.messages.fields import MAX_SERVED
 from spes_p2p.messages.refusals import Code
 
 logger = logging.getLogger(__name__)
@@ -256,7 +255,7 @@ class CommitLog:
         if not self.is_long or any(_goes_back_before(first, each.commit) for each in self.since(first)):
             return None
         served = tuple(Served(peer, each.rounds, each.audits) for peer, each in sorted(self.services(first).items()))
-        return Milestone(self.at(first), served, b"") if len(served) <= MAX_SERVED else None
+        return Milestone(self.at(first), served, b"")
 
     def admits_milestone(self, milestone: Milestone) -> bool:
         """Return whether the log may begin at this milestone; False when it begins no earlier.

@@ -92,7 +92,7 @@ def clamped(
     known = [each for peer, each in found.items() if standing_of(rule, peer, each.invitation, helpers) != "newcomer"]
     rates = [each.bandwidth for each in known or found.values() if each.bandwidth > 0]
     fastest = BANDWIDTH_RATIO * statistics.median_low(rates) if rates else 0.0
-    losses = [each.loss for each in known or found.values() if each.tokens]
+    losses = [each.loss for each in known if each.tokens] or [each.loss for each in found.values() if each.tokens]
     highest = LOSS_RATIO * statistics.median_low(losses) if losses else 0.0
     return {
         peer: replace(

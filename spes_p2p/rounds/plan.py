@@ -137,7 +137,7 @@ def make_plan(
         base_digest=announcements[peers[0]].base_digest,
         members=members,
         tokens=tokens,
-        loss=_mean_loss(announcements),
+        loss=_mean_loss(members, announcements),
         step=step,
         merge=Merge(alpha, proposal.donors) if proposal.donors is not None and alpha > 0 else None,
         assignments=assignments,
@@ -266,6 +266,10 @@ def _assignments(
     return tuple(assignments), cursor
 
 
-def _mean_loss(announcements: Mapping[str, Announcement]) -> float:
-    tokens = sum(a.tokens for a in announcements.values())
-    return sum(a.loss * a.tokens for a in announcements.values()) / tokens if tokens else 0.0
+def _mean_loss(members: Sequence[Member], announcements: Mapping[str, Announcement]) -> float:
+    """Return the mean training loss of the pacemakers, by their weights; of all while no pacemaker brings work."""
+    pace = pacemakers(members)
+    weights = {member.peer: member.tokens for member in members if member.peer in pace}
+    weights = weights if any(weights.values()) else {member.peer: member.tokens for member in members}
+    tokens = sum(weights.values())
+    return sum(announcements[peer].loss * weight for peer, weight in weights.items()) / tokens if tokens else 0.0
