@@ -103,7 +103,7 @@ class Coordination:
         """Serve one member's stream, from its announcement, which is `signed`, to the decided commit."""
         check_announced(stream.remote, announcement, self.parent, self._node.peer_id, self._node.rules)
         if self._plan.done():
-            self._context.too_late.add(stream.remote, self.parent)
+            self._context.too_late.add(stream.remote, self.parent, self._node.is_invited(announcement.invitation))
             raise Refused(Code.CLOSED, "the plan of this attempt is made")
         self._members.join(stream, announcement, signed)
         try:
