@@ -31,9 +31,10 @@ from spes_p2p.messages.samples import Interval
 from spes_p2p.model.layout import Layout, TensorSpec
 from spes_p2p.net.rpc import RpcEndpoint, Stream
 from spes_p2p.observe.events import RoundFailed
-from spes_p2p.peer import collecting
+from spes_p2p.peer import collecting, gathering
 from spes_p2p.peer.attempt import RoundMember
 from spes_p2p.peer.collecting import StagedReports
+from spes_p2p.peer.courtesy import Courtesy
 from spes_p2p.peer.exchange import Exchange
 from spes_p2p.peer.gathering import MAX_LATE, LateArrivals
 from spes_p2p.peer.replica import Replica
@@ -44,7 +45,7 @@ from spes_p2p.rounds.audits import auditors
 from spes_p2p.rounds.claims import NEWCOMERS_WEIGHT, bounded_strangers
 from spes_p2p.rounds.commit import staged_report
 from spes_p2p.rounds.parts import moved_parts, part_table, weight
-from spes_p2p.rounds.plan import LEAST_NEWCOMERS, NEWCOMER_WEIGHT, Rules, crowded_out, make_plan
+from spes_p2p.rounds.plan import LEAST_NEWCOMERS, MAX_SPEED_RATIO, NEWCOMER_WEIGHT, Rules, crowded_out, make_plan
 from spes_p2p.rounds.planned import Member, Plan
 from spes_p2p.testing.attacks.deciding import altered
 from spes_p2p.testing.attacks.kinds import ATTACKS, AttackKind
@@ -490,7 +491,58 @@ def test_strangers_that_come_late_take_no_electors_place() -> None:
         late.add(f"new-{i}", commit)
     assert len(late.peers) == MAX_LATE
     late.add("A", commit)
-    assert "A" in late.peers
+    late.add("B", commit, is_invited=True)
+    assert {"A", "B"} <= late.peers
+
+
+def test_strangers_alone_are_at_most_as_fast_as_they_may_be_beside_vouched_trainers() -> None:
+    async def main() -> tuple[float, int]:
+        swarm = unaudited_swarm("A", "XY", seconds_per_step=4.0)
+        swarm.start("A")
+        for name in "XY":
+            swarm.start(name, speed=1e4)
+        log, clock = swarm.nodes["W"].log, asyncio.get_running_loop().time
+        await swarm.until(lambda: log.round >= 1)
+        began, step = clock(), log.last.step
+        await swarm.until(lambda: log.round >= 3)
+        round_s, step = (clock() - began) / 2, log.last.step
+        swarm.kill("A")
+        await asyncio.sleep(2 * round_s)
+        return round_s, log.last.step - step
+
+    round_s, steps = simulate(main)
+    assert round_s > 40
+    assert 0 < steps <= 2 * MAX_SPEED_RATIO * OPEN.config.training.sync_steps
+
+
+def test_strangers_that_are_done_at_once_and_late_keep_no_invited_elector_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    advance = Replica.advance
+
+    class Spent(Courtesy):
+        """The account for peers that come too late: they come so often that it is empty."""
+
+        def left_s(self, sharers: int = 1) -> float:
+            return 0.0
+
+    async def slowly(self: Replica) -> Any:
+        if self.node.peer_id == "A":
+            await asyncio.sleep(2)
+        return await advance(self)
+
+    monkeypatch.setattr(gathering, "Courtesy", Spent)
+    monkeypatch.setattr(Replica, "advance", slowly)
+
+    async def main() -> None:
+        swarm = unaudited_swarm("", "XY", seconds_per_step=4.0)
+        for name in "XY":
+            swarm.start(name, speed=1e4)
+        log = swarm.nodes["W"].log
+        await swarm.until(lambda: log.round >= 3)
+        swarm.invitations["A"] = swarm.invitation("A", ELECTOR)
+        swarm.start("A")
+        await swarm.until(lambda: "A" in log.last.members, 30)
+
+    simulate(main)
 
 
 def test_nobody_known_waits_for_a_stranger_that_hands_on_a_record(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -101,7 +101,7 @@ class Coordination:
     async def serve(self, stream: Stream, announcement: Announcement, signed: Signed) -> None:
         """Serve one member's stream, from its announcement, which is checked and `signed`, to the decided commit."""
         if self._plan.done():
-            self._context.too_late.add(stream.remote, self.parent)
+            self._context.too_late.add(stream.remote, self.parent, self._node.is_invited(announcement.invitation))
             raise Refused(Code.CLOSED, "the plan of this attempt is made")
         self._members.join(stream, announcement, signed)
         try:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import statistics
+from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -30,11 +32,14 @@ from spes_p2p.peer.patience import Patience
 from spes_p2p.peer.phases import PhaseRunner
 from spes_p2p.peer.replica import Replica
 from spes_p2p.peer.reporter import EventReporter
+from spes_p2p.rounds.plan import MAX_SPEED_RATIO
 from spes_p2p.rounds.planned import Plan, pacemakers
 from spes_p2p.rounds.proposal import check_announced
 
 BASE_EVERY_S = 0.1
 """A coordinator that waits for its base looks this often."""
+KNOWN_ROUNDS = 8
+"""The median of the last ones says how long a round takes: some are short since a trainer comes back, others wait for votes."""
 
 
 class CoordinatorService:
@@ -49,6 +54,10 @@ class CoordinatorService:
         """Runs the attempt."""
         self._opened = asyncio.Event()
         """Set when an attempt opens, then replaced."""
+        self._timed = -1, 0.0
+        """The last round that was applied, and the loop time at which its commit became known."""
+        self._known_s: deque[float] = deque(maxlen=KNOWN_ROUNDS)
+        """Seconds of the last rounds with work of trainers that are no strangers."""
         self._phase_during = -1, 0.0
         """With overlap: the round in flight during the phase, and the loop time at which the phase began."""
         self._failed_round = -1
@@ -66,6 +75,13 @@ class CoordinatorService:
     def phase_begins_during(self, round_number: int) -> None:
         """Time the stragglers of the next round from now: a phase begins with this round in flight."""
         self._phase_during = round_number, asyncio.get_running_loop().time()
+
+    def applied(self, plan: Plan) -> None:
+        """Time a round with work of trainers that are no strangers."""
+        (last, began), now = self._timed, self._node.decisions.learned_at
+        self._timed = plan.round, now
+        if last == plan.round - 1 and any(each.tokens and each.trains and not each.is_stranger for each in plan.members):
+            self._known_s.append(now - began)
 
     def close(self) -> None:
         """Fail the open attempt."""
@@ -111,7 +127,7 @@ class CoordinatorService:
         self._check_same_campaign(announcement)
         self._node.check_admission(stream.remote, announcement.trains, announcement.invitation, log.last.control)
         if announcement.round <= log.round:
-            self.too_late.add(stream.remote, log.last)
+            self.too_late.add(stream.remote, log.last, self._node.is_invited(announcement.invitation))
             raise Refused(Code.BEHIND, f"round {announcement.round} is decided", round=log.round)
         if announcement.round > log.round + 1:
             self._node.check_claim(stream.remote, announcement.round - 1)
@@ -220,7 +236,10 @@ class CoordinatorService:
         node, (during, began) = self._node, self._phase_during
         phase_began = began if during == node.log.round else node.decisions.learned_at
         stalled = self._stalled_in(node.log.round + 1)
-        context = RoundContext(node, node.log.last, phase_began, *self._work(), self.too_late, self._strangers, stalled)
+        least_s = statistics.median(self._known_s) / MAX_SPEED_RATIO if self._known_s else 0.0
+        context = RoundContext(
+            node, node.log.last, phase_began, *self._work(), self.too_late, self._strangers, stalled, least_s
+        )
         self._attempt = attempt = Coordination(context, self._replica)
         self._opened.set()
         self._opened = asyncio.Event()

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from spes_p2p.consensus.admission import standing_of
 from spes_p2p.consensus.electorate import taking_turns
+from spes_p2p.messages.admission import Standing
 from spes_p2p.messages.codec import WireError, pack, unpack
 from spes_p2p.messages.consensus import Commit, Signed
 from spes_p2p.messages.methods import PING
@@ -43,12 +44,16 @@ class LateArrivals:
 
     def __init__(self) -> None:
         self.peers: set[str] = set()
+        self.invited: set[str] = set()
+        """Those that came too late some time and that the owner vouches for, in an open campaign: no account pays for them."""
         self.courtesy = Courtesy(LATE_SHARE)
         """The time for them."""
 
-    def add(self, peer: str, commit: Commit) -> None:
-        """Wait for this peer in the round after a commit; of those that are neither its electors nor helpers, for MAX_LATE."""
-        if len(self.peers) < MAX_LATE or peer in commit.electorate or peer in commit.helpers:
+    def add(self, peer: str, commit: Commit, is_invited: bool = False) -> None:
+        """Wait for this peer in the round after a commit; of those that may be anybody, for MAX_LATE."""
+        if is_invited:
+            self.invited.add(peer)
+        if len(self.peers) < MAX_LATE or peer in {*commit.electorate, *commit.helpers, *self.invited}:
             self.peers.add(peer)
 
 
@@ -70,6 +75,8 @@ class RoundContext:
     """This coordinator's time for strangers that announce or report later than all others."""
     stalled: set[str]
     """Members that stalled as reducers in an attempt at this round: later attempts go on without them."""
+    least_s: float = 0.0
+    """While no other trainer is there, strangers' phases take this long at least: they may say at once that theirs is done."""
 
     def gone(self) -> Mapping[str, Signed]:
         """Return the statements of the peers that have left this round."""
@@ -92,20 +99,21 @@ class _Waits:
         self._late_came_at: float | None = None
         """Loop times at which nobody was missing, or coming, any more."""
         self._is_charged = False
-        """Whether others than helpers came late."""
+        """Whether others came late than those for whom no account pays."""
 
     def left_s(self, missing: Collection[str], coming: Collection[str]) -> float:
         """Return for how long to wait for the last of the strangers that are missing, and of the peers that come late."""
-        context, helpers, now = self._context, set(self._context.parent.helpers), asyncio.get_running_loop().time()
+        context, now = self._context, asyncio.get_running_loop().time()
+        sure = {*context.parent.helpers, *context.too_late.invited}
         self._last_came_at = None if missing else self._last_came_at or now
         self._late_came_at = None if coming else self._late_came_at or now
-        self._is_charged |= bool(set(coming) - helpers)
+        self._is_charged |= bool(set(coming) - sure)
         if self._last is None or self._late is None:
             phase_s = now - context.phase_began
             most_s, sharers = max(self._silence_s, LAST_SHARE * phase_s), taking_turns(context.parent)
             self._last = context.strangers.begin(most_s, max(LEAST_S, LEAST_SHARE * phase_s), sharers)
             self._late = context.too_late.courtesy.begin(self._silence_s, sharers=sharers)
-        late_s = self._late.left_s(self._silence_s if set(coming) & helpers else None) if coming else 0.0
+        late_s = self._late.left_s(self._silence_s if set(coming) & sure else None) if coming else 0.0
         return max(late_s, self._last.left_s() if missing else 0.0)
 
     @property
@@ -163,20 +171,17 @@ class Gathering:
 
     def keeps_base_of(self, round_number: int) -> bool:
         """Return whether a member that is present and that the owner vouches for says that it keeps the base of this round."""
-        rule, helpers = self._context.node.rules.config.admission, self._context.parent.helpers
-        present = {peer: self.announced[peer] for peer in self.alive}
         return any(
-            round_number in each.archived and standing_of(rule, peer, each.invitation, helpers) == "vouched"
-            for peer, each in present.items()
+            round_number in self.announced[peer].archived and self._standing_of(peer) == "vouched" for peer in self.alive
         )
 
     async def wait(self) -> None:
         """Wait until every living trainer with an assignment has announced; tell stragglers to stop, then go on without them.
 
-        A peer that came too late for the last round is waited for: a helper for `silence_s`, others as far as `LateArrivals`
-        goes; so are, by another account, strangers that are missing when all others are there. A phase without assignments, the
-        first of a campaign or a term, goes on for `join_grace_s` after its quorum. Raises AttemptFailed when the round is
-        decided elsewhere.
+        A peer that came too late for the last round is waited for: a helper, or in an open campaign whom the owner invited to
+        vote, for `silence_s`, others as far as `LateArrivals` goes; so are, by another account, strangers that are missing when
+        all others are there. A phase without assignments, the first of a campaign or a term, goes on for `join_grace_s` after
+        its quorum. Raises AttemptFailed when the round is decided elsewhere.
         """
         pings: dict[tuple[str, bool], asyncio.Task[None]] = {}
         waits = _Waits(self._context)
@@ -193,6 +198,10 @@ class Gathering:
             self.changed.clear()
             now = asyncio.get_running_loop().time()
             trainers = {peer for peer in self.alive if self.announced[peer].trains}
+            early_s = context.phase_began + context.least_s - now
+            if early_s > 0 and {self._standing_of(peer) for peer in trainers} == {"newcomer"}:
+                await self._change(early_s)
+                continue
             expected = self._expected()
             missing = expected.keys() - self.announced.keys()
             context.too_late.peers.difference_update(self._dead_peers())
@@ -222,9 +231,18 @@ class Gathering:
                     asked = peer, peer in to_stop
                     if asked not in pings or pings[asked].done():
                         pings[asked] = asyncio.create_task(self._ping(*asked))
-            with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self.changed.wait(), min(PING_EVERY_S, left_s))
-            await asyncio.sleep(LOOK_S * len(self.announced))
+            await self._change(left_s)
+
+    async def _change(self, timeout_s: float) -> None:
+        """Wait for something to look at, not longer than this."""
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self.changed.wait(), min(PING_EVERY_S, timeout_s))
+        await asyncio.sleep(LOOK_S * len(self.announced))
+
+    def _standing_of(self, peer: str) -> Standing:
+        """Return what a peer that announced may do; all strangers are newcomers here."""
+        rule, helpers = self._context.node.rules.config.admission, self._context.parent.helpers
+        return standing_of(rule, peer, self.announced[peer].invitation, helpers)
 
     def arrivals(self, members: Iterable[str]) -> tuple[float, ...]:
         """Return the straggler delay of each member that sets the pace; unknown, thus empty, after a failed attempt."""

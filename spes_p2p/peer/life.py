@@ -249,6 +249,7 @@ class Peer:
             self.node.straggler_delay.extend(each.plan.proposal.straggler_delay)
             self._reporter.committed(each, seconds, reported_loss(before, each.plan, self.node.campaign.config))
             if each.decided.commit.id == self.node.log.last.id:
+                self.coordinators.applied(each.plan)
                 self.checking.begin(each.decided.commit, each.results)
                 self.auditing.begin(base, each)
             self._guard.saw(before, each.plan)

@@ -12,7 +12,7 @@ from typing import Any
 
 from spes_p2p import __version__
 from spes_p2p.config.campaign import Campaign, TrainingConfig
-from spes_p2p.consensus.admission import check_admission
+from spes_p2p.consensus.admission import check_admission, standing_of
 from spes_p2p.consensus.control import is_banned, required_protocol, takes_part
 from spes_p2p.consensus.electorate import coordinator_order
 from spes_p2p.content.fetcher import Fetcher
@@ -190,6 +190,10 @@ class Node:
         """Raise Refused unless the peer may take part now. `control`: the record in force."""
         rule, identity, now_s = self.campaign.config.admission, self.world.identity, self.world.wall_time()
         check_admission(rule, peer, trains, invitation, self.log.last, control, identity, now_s)
+
+    def is_invited(self, invitation: Invitation | None) -> bool:
+        """Return whether this invitation, of an admitted peer, is one of an elector or a helper to an open campaign."""
+        return self.campaign.config.admission == "open" and standing_of("open", "", invitation, ()) == "vouched"
 
     async def refresh_contacts(self, only_if_due: bool = False) -> None:
         """Renew this peer's contact, look up the others, and learn the commits and control records that they are ahead by.
