@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -27,7 +28,7 @@ from spes_p2p.messages.consensus import Commit, Verdict, Workload
 from spes_p2p.messages.presence import PeerStatus
 from spes_p2p.messages.rounds import Announcement
 from spes_p2p.net.interfaces import World
-from spes_p2p.observe.events import PhaseAudited, VerdictsTaken
+from spes_p2p.observe.events import PhaseAudited, PhaseTrained, VerdictsTaken
 from spes_p2p.peer.kept_moments import KeptMoments
 from spes_p2p.rounds.audits import (
     LEAST_COSINE,
@@ -37,10 +38,13 @@ from spes_p2p.rounds.audits import (
     audited_work,
     auditor_of,
     auditors,
+    auditors_share,
     convicted_by,
     drawn_work,
     has_passed,
+    in_order,
     is_drawn,
+    is_urgent,
     still_convicted,
     verdicts_of,
 )
@@ -146,6 +150,23 @@ def test_no_verdict_counts_about_a_phase_that_nobody_drew() -> None:
     assert not verdicts_of(said, everybody(), [replace(recent[0], drawn=("Y",)), *recent[1:]], "Y")
     found = verdicts_of(said, everybody(), [replace(recent[0], drawn=("X",)), *recent[1:]], "X")
     assert {each.round for each in found} == {audited.round for each in said.values() for audited in each.audited}
+
+
+def test_an_auditor_without_time_still_takes_whom_it_would_convict_and_whom_the_owner_names() -> None:
+    recent = commits(4)
+    failing = [replace(recent[0], verdicts=(Verdict("A", "X", 1, False),)), *recent[1:]]
+    assert (is_urgent(failing, "X", "B"), is_urgent(failing, "X", "A"), is_urgent(failing, "Y", "B")) == (True, False, False)
+    alone = [replace(each, vouched=(0,)) for each in failing]
+    assert is_urgent(alone, "X", "A"), "it convicts by itself"
+    ordered = replace(recent[0], control=parse_order(["audit", PEER])(view()))
+    assert is_urgent([ordered], PEER, "A")
+    shares = [campaign(admission="open", sync={"audited_share": share}).config for share in (0.02, 0.5)]
+    assert list(map(auditors_share, shares)) == [0.2, 1.0]
+
+
+def test_who_has_failed_an_audit_holds_no_place_before_others() -> None:
+    orders = [in_order(replace(commit, tokens=number), "XY") for number in range(200) for commit in commits(1)]
+    assert np.mean([first == "X" for first, _ in orders]) == pytest.approx(0.5, abs=0.1)
 
 
 def test_two_auditors_convict_and_one_alone_does_not_however_often_it_fails_a_peer() -> None:
@@ -496,10 +517,93 @@ def test_a_trainer_past_probation_that_leaves_whenever_it_is_drawn_is_on_probati
     simulate(main)
 
 
+@pytest.mark.long
+def test_an_audit_of_a_phase_of_four_times_the_steps_holds_up_no_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(admission, "PROBATION_ROUNDS", 1)
+
+    async def main() -> None:
+        swarm = audited_swarm("X", vouched="A")
+        swarm._seconds_per_step = 10.0
+        swarm.start_bootstrap()
+        swarm.start("A")
+        swarm.start("X", speed=4.0)
+        clock, log = asyncio.get_running_loop().time, swarm.nodes["W"].log
+        await swarm.until(lambda: bool(audits(swarm, "X")))
+        began_s, number = clock(), log.round
+        await swarm.until(lambda: any(each.steps == 40 for each in audits(swarm, "X")))
+        rounds = log.round - number
+        assert {each.passed for each in audits(swarm, "X")} == {True}
+        assert (clock() - began_s) / rounds < 105.0, "ten steps of ten seconds"
+        phases = [each.steps for each in swarm.recorders["A"].of(PhaseTrained) if each.round > number]
+        assert min(phases) > 0
+
+    simulate(main)
+
+
+def test_a_coordinator_that_waits_no_longer_ends_an_audit_which_goes_on_later() -> None:
+    async def main() -> None:
+        swarm = audited_swarm("X", vouched="A")
+        swarm._seconds_per_step = 10.0
+        swarm.start_all("AX")
+        auditing, log = swarm.peers["A"].auditing, swarm.nodes["A"].log
+        await swarm.until(lambda: auditing._under_way is not None)
+        number, clock = log.round, asyncio.get_running_loop().time
+        await asyncio.sleep(15.0)
+        swarm.peers["A"].phases.stop_after(number)
+        told_s = clock()
+        await swarm.until(lambda: auditing._under_way is not None and auditing._under_way.done > 0)
+        assert clock() - told_s <= 10.0
+        await swarm.until(lambda: bool(audits(swarm, "X")))
+        assert [(each.passed, each.steps) for each in audits(swarm, "X")] == [(True, 10)]
+
+    simulate(main)
+
+
+@pytest.mark.long
+def test_audits_take_a_fifth_of_an_auditors_steps_however_many_newcomers_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("spes_p2p.rounds.audits.NEWCOMERS_SHARE", 50.0)
+    monkeypatch.setattr(admission, "PROBATION_ROUNDS", 50)
+
+    async def main() -> None:
+        swarm = audited_swarm("XY", vouched="A", audited_share=0.02)
+        swarm.start_bootstrap()
+        swarm.start("A")
+        for name in "XY":
+            swarm.start(name, speed=4.0)
+        await swarm.until_round(21)
+        made = audits(swarm, "X") + audits(swarm, "Y")
+        assert {(each.passed, each.steps) for each in made} == {(True, 10)}, "newcomers have no longer phases"
+        assert 3 <= len(made) <= 4
+
+    simulate(main)
+
+
+@pytest.mark.long
+def test_strangers_that_show_their_moments_slowly_keep_nobody_from_being_audited(monkeypatch: pytest.MonkeyPatch) -> None:
+    serve = KeptMoments._piece
+
+    async def slowly(self: KeptMoments, root: str, index: int) -> Any:
+        if index > 0 and self._node.peer_id in "STUV":
+            await asyncio.sleep(10**5)
+        return await serve(self, root, index)
+
+    monkeypatch.setattr(KeptMoments, "_piece", slowly)
+
+    async def main() -> None:
+        swarm = audited_swarm("STUVY", vouched="A")
+        swarm.start_all("ASTUVY")
+        await swarm.until_round(16)
+        made = audits(swarm, "Y")
+        assert len(made) >= 5
+        assert all(each.passed for each in made)
+
+    simulate(main)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["free-ride", "copy"])
 def test_with_a_real_model_and_peers_of_different_speed_only_the_attacker_fails(kind: AttackKind) -> None:
-    made = Scenario(peer_names(6), 8, attackers=1, attacks=KINDS, attack=kind, admission="open")
+    made = Scenario(peer_names(6), 12, attackers=1, attacks=KINDS, attack=kind, admission="open")
     found = run_seed(made, 0)
     assert found.violations == ()
     assert found.attacked is not None

@@ -214,9 +214,9 @@ def test_the_slow_among_strangers_lose_least() -> None:
 def test_strangers_cannot_change_how_many_steps_the_others_do() -> None:
     known = {name: announce(invitation=elector(name), tokens_per_second=10.0) for name in "AB"}
     sybils = {name: announce(tokens_per_second=1000.0) for name in "UVXYZ"}
-    plan = plan_of(known | sybils)
+    plan = plan_of(known | sybils, {"Z": Service(PROBATION_ROUNDS)})
     steps = {plan.members[each.member].peer: each.steps for each in plan.assignments}
-    assert steps == dict.fromkeys("AB", 10) | dict.fromkeys("UVXYZ", 40)
+    assert steps == dict.fromkeys("AB", 10) | dict.fromkeys("UVXY", 10) | {"Z": 40}, "Z is no newcomer"
 
 
 @pytest.mark.parametrize("loss", [0.0, 1e6])

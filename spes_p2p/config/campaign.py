@@ -187,7 +187,8 @@ class SyncConfig(Section):
         "so that one peer cannot move the model far. false is for comparisons.")
     audited_share: Fraction = Field(
         0.02, description="Share of the phases of peers for whom the owner does not vouch that vouched trainers train again, "
-        "to check that they were trained (`admission: open` only). Each costs its auditor as many steps. 0: none.")
+        "to check that they were trained (`admission: open` only). Each costs its auditor as many steps, all of them at most "
+        "ten times this share of its own. 0: none.")
     min_peers: Positive = Field(1, description="Trainers required before the first round is planned.")
     join_grace_s: NonNegative = Field(
         5.0, description="Seconds that the first round waits for more trainers once min_peers are present.")

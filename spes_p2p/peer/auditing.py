@@ -1,8 +1,9 @@
 """A vouched trainer's audits: it trains phases of other members again, and compares. The rules are in `rounds/audits.py`.
 
-A commit draws an audit. Base and pushed updates are at hand then: this peer held the one and reduced some of the other. The
-member's moments are fetched while this peer's next phase runs. Before the phase after that it swaps them for its own, trains
-the audited phase again, and swaps back. Its own phase is shorter by as many steps, so nobody waits for an auditor.
+A commit draws audits. Base and pushed updates are at hand then: this peer held the one and reduced some of the other. The
+members' moments are fetched while this peer's next phase runs. Before the phase after that it swaps those of one member for
+its own, trains the audited phase again, and swaps back. It trains at most as many steps as its own phase has, which is shorter
+by as many, and goes on before the next one: nobody waits for an auditor.
 """
 
 from __future__ import annotations
@@ -11,8 +12,9 @@ import asyncio
 import contextlib
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from itertools import islice
 
 import numpy as np
 
@@ -35,13 +37,16 @@ from spes_p2p.peer.phases import PhaseRunner
 from spes_p2p.peer.replica import Applied, Replica
 from spes_p2p.rounds.audits import (
     AUDITED_PARTS,
+    KEPT_MOMENTS_ROUNDS,
     REPORT_ROUNDS,
     Score,
     are_audited,
     auditor_of,
+    auditors_share,
     drawn_work,
     has_passed,
     in_order,
+    is_urgent,
 )
 from spes_p2p.rounds.base import Base
 from spes_p2p.rounds.claims import outstanding
@@ -51,16 +56,20 @@ from spes_p2p.storage.interfaces import Draft
 from spes_p2p.storage.tensor_file import read_tensors, tensor_chunks
 from spes_p2p.training.batches import split_samples
 from spes_p2p.training.interface import Phase
-from spes_p2p.training.moments import are_plausible, load_moments, most_bytes, read_moments
+from spes_p2p.training.moments import PENDING, are_plausible, load_moments, moments_chunks, most_bytes, read_moments
 
 logger = logging.getLogger(__name__)
 
 ASK_AGAIN_S = (1.0, 4.0, 16.0)
 """A member that has not learned the commit yet, or serves no moments now, is asked again after so long, at last every 16 s
 until the next commit says whether it took part meanwhile."""
+MOST_PHASES = REPORT_ROUNDS - 2
+"""An audit takes the time of at most this many of its auditor's phases: the first and the last of the rounds have none."""
+MAX_FETCHED = 3
+"""Moments that are fetched at a time: those of a stranger that serves them slowly hold up no other audit."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Case:
     """One phase to audit, with all that its auditor has of it but the moments."""
 
@@ -79,8 +88,24 @@ class Case:
     """The updates of the member that this peer has."""
 
 
+@dataclass
+class Audit:
+    """A case whose moments are here, and how far its phase is trained again."""
+
+    case: Case
+    moments: Draft
+    """What the member had before the phase."""
+    state: Draft
+    """The same after the steps that are trained again."""
+    done: int = 0
+
+
+class _Unwanted(Exception):
+    """Another audit has begun."""
+
+
 class Auditing:
-    """One audit at a time."""
+    """One audit at a time, and the moments for the next one."""
 
     def __init__(
         self, node: Node, replica: Replica, phases: PhaseRunner, checking: Checking, experts: int, observer: Observer,
@@ -90,9 +115,13 @@ class Auditing:
         self._checking, self._experts = checking, experts
         self._node, self._replica, self._phases, self._exchanges = node, replica, phases, replica.exchanges
         self._observer, self._leave = observer, leave
-        self._case: Case | None = None
-        self._fetched: Draft | None = None
-        """The moments of the case, once they are here."""
+        self._waiting: tuple[Case, ...] = ()
+        """Drawn by one commit, in order, while none of them is audited: their moments are being fetched."""
+        self._arrived: dict[Case, Audit] = {}
+        """Those whose moments are here already."""
+        self._under_way: Audit | None = None
+        self._share, self._owed_steps = auditors_share(node.campaign.config), 0.0
+        """Share of this peer's steps that audits may take; steps that they took beyond it."""
         self._made: list[Audited] = []
 
     @property
@@ -106,27 +135,36 @@ class Auditing:
         return tuple(self._made)
 
     def begin(self, before: Base, applied: Applied) -> None:
-        """Take up what the commit after this base draws for this peer."""
-        case = self._drawn_case(before, applied)
-        if case is None:
+        """Take up what the commit after this base draws for this peer, in place of what did not arrive in time."""
+        cases = self._drawn_cases(before, applied)
+        if not cases:
             return
-        self._case, self._fetched = case, None
-        self._node.spawn(self._prepare(case))
+        self._waiting = cases
+        for case in cases:
+            self._node.spawn(self._prepare(case))
 
-    def _drawn_case(self, before: Base, applied: Applied) -> Case | None:
+    @property
+    def _steps_a_phase(self) -> int:
+        """The most steps of audits before this peer's next phase: one of its own is left."""
+        steps = self._phases.assigned_steps
+        return max(1, steps - 1) if steps else 0
+
+    def _drawn_cases(self, before: Base, applied: Applied) -> tuple[Case, ...]:
         node, commit, log = self._node, applied.decided.commit, self._node.log
         config, me = node.campaign.config, node.peer_id
         is_next = commit.parent == before.commit and commit.id == log.last.id and before.plan is not None
-        if self._case is not None or not are_audited(config) or self._replica.trainer is None or not is_next:
-            return None
+        if self._arrived or not are_audited(config) or self._replica.trainer is None or not is_next:
+            return ()
         recent = log.recent(commit.round)
         drawn = drawn_work(recent, log.services(commit.round), config)
-        mine = [peer for peer in drawn if auditor_of(commit, peer) == me]
-        cases = (self._case_of(peer, drawn[peer], before, applied) for peer in in_order(commit, mine, recent))
-        return next((case for case in cases if case is not None), None)
+        mine = [peer for peer in in_order(commit, drawn) if auditor_of(commit, peer) == me]
+        urgent = {peer for peer in mine if is_urgent(recent, peer, me)}
+        found = (self._case_of(peer, drawn[peer], before, applied) for peer in mine if not self._owed_steps or peer in urgent)
+        cases = islice((case for case in found if case is not None), MAX_FETCHED)
+        return tuple(sorted(cases, key=lambda case: case.peer not in urgent))
 
     def _case_of(self, peer: str, work: Workload, before: Base, applied: Applied) -> Case | None:
-        """Return the case of a member; None where this peer has no room for its experts."""
+        """Return the case of a member; None where this peer has no room for its experts, or not the time."""
         assignment = before.assignment(peer)
         signed = next(each for each in applied.plan.proposal.announcements if each.peer == peer)
         announced = read_signed(Announcement, signed, self._node.world.identity)
@@ -138,6 +176,8 @@ class Auditing:
         earlier = outstanding(log.recent(before.round), peer, overlap=False).steps - work.steps
         # What it does not return counts as trained, and so do the tokens that it claims.
         steps = max(1, work.steps - returned, min(work.steps, announced.tokens // step_tokens - earlier))
+        if steps > MOST_PHASES * self._steps_a_phase:
+            return None
         slices, _ = split_samples(work.slices, steps * training.batch_size)
         phase = self._phases.phase_of(before, assignment)
         return Case(
@@ -161,12 +201,13 @@ class Auditing:
 
     async def _prepare(self, case: Case) -> None:
         """Get what the audit needs; without the member's update there is none."""
-        if not case.pushed:
-            case = replace(case, pushed=await self._fetch_updates(case))
-            self._case = case if case.pushed else None
-        if case.pushed and case.moments:
-            await self._fetch(case)
-        elif case.pushed:
+        pushed = case.pushed or await self._fetch_updates(case)
+        if not pushed:
+            self._drop(case)
+        elif case.moments:
+            with contextlib.suppress(_Unwanted):
+                await self._fetch(case, pushed)
+        else:
             self._conclude(case, Score(0))
 
     async def _fetch_updates(self, case: Case) -> tuple[tuple[Part, Body], ...]:
@@ -184,8 +225,8 @@ class Auditing:
                 found.append((part, await self._checking.update_of(results, part, member)))
         return tuple(found)
 
-    async def _fetch(self, case: Case) -> None:
-        """Fetch the moments to which the member committed, from it alone."""
+    async def _fetch(self, case: Case, pushed: tuple[tuple[Part, Body], ...]) -> None:
+        """Fetch the moments to which the member committed, from it alone. Raises _Unwanted when it shows them too late."""
         node, root = self._node, case.moments.hex()
         groups = self._replica.layout.groups
         most = most_bytes(sum(group.size for group in groups if group.expert is None or group.expert in case.owned))
@@ -198,8 +239,8 @@ class Auditing:
             return Piece(found[0][32 * index - 32 : 32 * index], PIECE_BYTES)
 
         async def keep(index: int, body: Body) -> None:
-            if self._case is not case:
-                raise BadPiece("it came too late for an audit")
+            if case not in self._waiting:
+                raise _Unwanted
             if index == 0:
                 found.append(bytes(body))
             elif len(body) != PIECE_BYTES and index < len(found[0]) // 32:
@@ -214,37 +255,64 @@ class Auditing:
             if found:
                 arrived: list[int] = await node.fetcher.fetch(content, range(1, 1 + len(found[0]) // 32), donors, keep)
                 missing = arrived
-            if self._case is not case or not missing or is_last:
+            if found and case not in self._waiting:
+                raise _Unwanted
+            if not missing or is_last:
                 break
             await asyncio.sleep(ASK_AGAIN_S[min(asked, len(ASK_AGAIN_S) - 1)])
             asked += 1
-        if self._case is case and not missing:
-            self._fetched = draft
-        elif self._case is case and node.log.begins <= case.round + 1 <= node.log.round and (
-            case.peer in node.log.commit_at(case.round + 1).members
-        ):
+        if not missing:
+            self._arrived[case] = Audit(replace(case, pushed=pushed), draft, draft)
+        elif node.log.begins <= case.round + 1 <= node.log.round and case.peer in node.log.commit_at(case.round + 1).members:
             self._conclude(case, Score(0))
-        elif self._case is case:
-            self._case = None  # it was away, which the next commit says (`admission.owes_an_audit`)
+        else:
+            self._drop(case)  # it was away, which the next commit says (`admission.owes_an_audit`)
 
     async def audit(self) -> None:
-        """Train the audited phase again, if its moments are here. Called between two phases of this peer."""
-        case, draft = self._case, self._fetched
-        if case is not None and self._node.log.round >= case.round + REPORT_ROUNDS - 1:
-            self._case = self._fetched = None  # too late: others no longer know the round
-            return
-        if case is None or draft is None:
-            return
-        async with self._phases.lock:
-            score: Score | None = await self._node.world.run_blocking(self._score, case, draft, lambda: self._leave.is_made)
-        if score is None:
-            self._case = self._fetched = None
-            return
-        self._phases.give_up_steps(score.steps)
-        self._conclude(case, score)
+        """Train the audited phase on, if its moments are here. Called between two phases of this peer."""
+        log, steps = self._node.log, self._phases.assigned_steps
+        audit = self._under_way = self._under_way or self._next_audit()
+        self._waiting = tuple(
+            case for case in self._waiting if case in self._arrived or log.round < case.round + KEPT_MOMENTS_ROUNDS
+        )
+        spent = 0 if audit is None else await self._train_again(audit)
+        self._phases.give_up_steps(spent)
+        self._owed_steps = max(0.0, self._owed_steps + spent - self._share * steps)
+
+    async def _train_again(self, audit: Audit) -> int:
+        """Train an equal share of the phase in each round; return how many of its own steps this peer had time for."""
+        case, before, clock = audit.case, audit.done, asyncio.get_running_loop().time
+        left, training = case.phase.steps - before, self._node.campaign.config.training
+        rounds = math.ceil(left / self._steps_a_phase) if self._steps_a_phase else math.inf
+        if rounds > case.round + REPORT_ROUNDS - 1 - self._node.log.round:
+            self._drop(case)  # too late: others no longer know the round then
+            return 0
+        try:
+            async with self._phases.lock:
+                began_at, share, must_stop = clock(), math.ceil(left / rounds), self._phases.must_stop
+                score: Score | None = await self._node.world.run_blocking(self._score, audit, share, must_stop)
+        except UserError as error:
+            logger.warning("round %d: no audit of %s: %s", case.round, case.peer, error)
+            self._drop(case)
+            return 0
+        if score is not None:
+            self._conclude(case, score)
+        tokens = (clock() - began_at) * self._phases.tokens_per_s
+        return max(audit.done - before, round(tokens / (training.batch_size * training.sequence_length)))
+
+    def _next_audit(self) -> Audit | None:
+        audit = next((self._arrived[case] for case in self._waiting if case in self._arrived), None)
+        if audit is not None:
+            self._waiting, self._arrived = (), {}
+        return audit
+
+    def _drop(self, case: Case) -> None:
+        self._waiting = tuple(each for each in self._waiting if each is not case)
+        if self._under_way is not None and self._under_way.case is case:
+            self._under_way = None
 
     def _conclude(self, case: Case, score: Score) -> None:
-        self._case = self._fetched = None
+        self._drop(case)
         passed = has_passed(score)
         made = Audited(case.round, case.peer, passed, score.steps, score.cosine, score.norm_ratio)
         self._made.append(made)
@@ -252,48 +320,52 @@ class Auditing:
         if not passed:
             logger.warning("round %d: the update of %s is not what training gives", case.round, case.peer)
 
-    def _score(self, case: Case, draft: Draft, is_stopped: Callable[[], bool]) -> Score | None:
-        """Train the phase again with the member's moments, and compare. In a worker thread, between two phases.
+    def _score(self, audit: Audit, most_steps: int, is_stopped: Callable[[], bool]) -> Score | None:
+        """Train the phase on with the member's state, and compare at its end. In a worker thread, between two phases.
 
-        None when it was stopped, or this peer cannot train the phase.
+        None before the end. Raises UserError when this peer cannot train the phase.
         """
         trainer, ledger, base = self._replica.trainer, self._replica.ledger, self._replica.base.values
+        case, store, training = audit.case, self._node.world.store, self._node.campaign.config.training
         assert trainer is not None
         try:
-            moments = read_moments(draft.view())
+            state = read_moments(audit.state.view())
         except ValueError as error:
             logger.warning("round %d: %s commits to no moments: %s", case.round, case.peer, error)
             return Score(0)
-        own, size = self._node.world.store.draft("own-moments"), 0
-        for chunk in tensor_chunks(trainer.optimizer_state(), {}):
-            own.write(size, chunk)
-            size += memoryview(chunk).nbytes
+        steps = min(case.phase.steps, audit.done + most_steps)
+        _, left = split_samples(case.phase.slices, audit.done * training.batch_size)
+        slices, _ = split_samples(left, (steps - audit.done) * training.batch_size)
+        phase = replace(case.phase.shortened(steps), slices=slices, done=audit.done)
+        own = _written(store.draft("own-moments"), tensor_chunks(trainer.optimizer_state(), {}))
         owned, pending = trainer.owned, ledger.stash_pending(trainer, base)
         try:
             trainer.assign(case.owned, case.base.values)
-            before = load_moments(trainer, case.base.values, moments)
+            load_moments(trainer, case.base.values, state)
+            del state
             try:
-                report = trainer.train(case.phase, is_stopped, lambda done, speed: None)
+                audit.done += trainer.train(phase, is_stopped, lambda done, speed: None).steps
             except Diverged:  # as with moments that no training has
+                audit.done = steps
                 return Score(case.phase.steps, 0.0, 0.0)
-            except UserError as error:
-                logger.warning("round %d: no audit of %s: %s", case.round, case.peer, error)
+            if audit.done < case.phase.steps:
+                chunks = moments_chunks(trainer, case.base.values, case.round)
+                audit.state = _written(store.draft("audited-moments"), chunks)
                 return None
-            if report.steps < case.phase.steps:
-                return None
-            tensors, decay = self._replica.layout.by_name, self._node.campaign.config.training.beta2**report.steps
+            moments = read_moments(audit.moments.view())
+            tensors, decay = self._replica.layout.by_name, training.beta2**case.phase.steps
             common = {name: values for name, values in moments.items() if _is_common(tensors.get(name.partition("/")[2]))}
             if not are_plausible(common, trainer.optimizer_state(in_full=True), decay):
                 return Score(case.phase.steps, 0.0, 0.0)
-            return self._compared(case, before)
+            return self._compared(case, moments)
         finally:
             trainer.assign(owned, base)
             trainer.load_base(base)
             trainer.load_optimizer_state(read_tensors(own.view())[0])
             ledger.restore_pending(trainer, pending)
 
-    def _compared(self, case: Case, pending: Mapping[str, np.ndarray]) -> Score:
-        """Compare the member's update with what the trainer has now. Both had `pending` before the phase, by group name."""
+    def _compared(self, case: Case, moments: Mapping[str, np.ndarray]) -> Score:
+        """Compare the member's update with what the trainer has now. `moments`: what both had before the phase."""
         trainer = self._replica.trainer
         assert trainer is not None
         both = sent_square = made_square = 0.0
@@ -301,8 +373,9 @@ class Auditing:
             place = slice(part.start - part.group.start, part.stop - part.group.start)
             made = trainer.read(part.group, place.start, place.stop) - case.base.values[part.start : part.stop]
             sent = part.codec.decode(body, part.size)
-            if part.group.name in pending:
-                sent, made = sent - pending[part.group.name][place], made - pending[part.group.name][place]
+            pending = moments.get(PENDING + part.group.name)
+            if pending is not None and pending.shape == (part.group.size,):
+                sent, made = sent - pending[place], made - pending[place]
             both += float(np.vdot(sent, made))
             sent_square += float(np.vdot(sent, sent))
             made_square += float(np.vdot(made, made))
@@ -310,6 +383,14 @@ class Auditing:
             return Score(case.phase.steps, 0.0, 0.0)
         norms = math.sqrt(sent_square), math.sqrt(made_square)
         return Score(case.phase.steps, both / (norms[0] * norms[1]), norms[0] / norms[1])
+
+
+def _written(draft: Draft, chunks: Iterable[bytes | memoryview]) -> Draft:
+    size = 0
+    for chunk in chunks:
+        draft.write(size, chunk)
+        size += memoryview(chunk).nbytes
+    return draft
 
 
 def _is_common(placed: Placed | None) -> bool:

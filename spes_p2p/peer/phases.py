@@ -45,7 +45,7 @@ class PhaseRunner:
         self.moments = KeptMoments(node)
         """What auditors of this peer ask for."""
         self._given_up_steps = 0
-        """Steps of the next phase whose time went into an audit."""
+        """Steps of the next phases whose time went into an audit."""
         self._stop_after_round: int | None = None
         self._waiting = 0
         """Number of callers of `between_steps` that wait for the phase to pause."""
@@ -70,7 +70,7 @@ class PhaseRunner:
         self._stop_after_round = None
 
     def give_up_steps(self, steps: int) -> None:
-        """Train so many fewer steps in the next phase, at least one: their time is spent already."""
+        """Train so many fewer steps in the next phases, at least one in each: their time is spent already."""
         self._given_up_steps += steps
 
     def phase_of(self, base: Base, assignment: Assignment) -> Phase:
@@ -102,7 +102,8 @@ class PhaseRunner:
         self._reporter.set_state("training")
         self._samples.begin(base.commit, assignment.slices)
         phase = self.phase_of(base, assignment)
-        steps, self._given_up_steps = max(1, phase.steps - self._given_up_steps), 0
+        steps = max(1, phase.steps - self._given_up_steps)
+        self._given_up_steps -= phase.steps - steps
         done = self.replica.resumed[1] if self.replica.resumed[0] == base.commit else 0
         _, slices = split_samples(assignment.slices, done * self.node.campaign.config.training.batch_size)
         phase = replace(phase.shortened(steps), slices=slices, done=done)
@@ -122,7 +123,7 @@ class PhaseRunner:
         assert trainer is not None
 
         def is_over() -> bool:
-            return self._should_stop(round_under_way)
+            return self.must_stop(round_under_way)
 
         def is_interrupted() -> bool:
             return is_over() or self._waiting > 0 or (replica.checkpoints_in_phase and replica.store.is_due)
@@ -143,7 +144,8 @@ class PhaseRunner:
             else:
                 await replica.save_in_phase(phase.done)
 
-    def _should_stop(self, round_under_way: asyncio.Future[None] | None) -> bool:
+    def must_stop(self, round_under_way: asyncio.Future[None] | None = None) -> bool:
+        """Return whether the phase ends with its current step. Called from the trainer's thread, too."""
         last_base = self.replica.base.round + (round_under_way is not None)
         is_late = self._stop_after_round is not None and self._stop_after_round >= last_base
         return self._leave.is_made or is_late or _has_failed(round_under_way)

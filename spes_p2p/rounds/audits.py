@@ -21,8 +21,8 @@ from spes_p2p.messages.rounds import Announcement
 from spes_p2p.rounds.codecs import group_codecs
 from spes_p2p.rounds.planned import Member
 
-REPORT_ROUNDS = 6
-"""An audit ends at most this many rounds after the one that drew it. `commit_log.RECENT` commits are known to all."""
+REPORT_ROUNDS = 8
+"""An audit is reported at most this many rounds after the one that drew it: all know `commit_log.RECENT` commits."""
 KEPT_MOMENTS_ROUNDS = 4
 """A member that is drawn keeps its moments for this many rounds."""
 AUDITED_PARTS = 2
@@ -32,6 +32,8 @@ CONVICTING_AUDITORS = 2
 LEAST_COSINE, LEAST_NORM_RATIO = 0.9, 0.75
 """Of an update of shared weights and router with that of training again, and of the smaller of the two norms to the larger.
 Honest ones have 0.979 and 0.99 or more, also in another arithmetic; half of 16 steps at most 0.89 (docs/security.md)."""
+AUDITORS_SHARE = 10.0
+"""An auditor spends at most this many times `sync.audited_share` of its steps on audits, in the long run."""
 NEWCOMERS_SHARE = 4.0
 """Members on probation are drawn this many times as often: an identity costs nothing."""
 WAITING_SHARE = 0.125
@@ -115,9 +117,25 @@ def drawn_work(recent: Sequence[Commit], services: Mapping[str, Service], config
     }
 
 
-def in_order(commit: Commit, peers: Collection[str], recent: Sequence[Commit]) -> list[str]:
-    """Return the order in which an auditor that is drawn for several peers takes one: first who has failed an audit."""
-    return sorted(peers, key=lambda peer: (not failures(recent, peer), _hash(commit.id, peer, "drawn")))
+def auditors_share(config: CampaignConfig) -> float:
+    """Return the most of its steps that an auditor spends on audits in the long run, as a share."""
+    return min(1.0, AUDITORS_SHARE * config.sync.audited_share)
+
+
+def in_order(commit: Commit, peers: Collection[str]) -> list[str]:
+    """Return the order in which an auditor that is drawn for several peers takes them. No peer can tell its place."""
+    return sorted(peers, key=lambda peer: _hash(commit.id, peer, "order"))
+
+
+def is_urgent(recent: Sequence[Commit], peer: str, auditor: str) -> bool:
+    """Return whether an audit cannot wait: the owner has ordered it, or failing it would convict. `recent`: newest first."""
+    control = recent[0].control
+    is_ordered = control is not None and peer in control.audited
+    return is_ordered or any(each != auditor or _is_alone(recent) for each, _ in failures(recent, peer))
+
+
+def _is_alone(recent: Sequence[Commit]) -> bool:
+    return len({auditor for commit in recent for auditor in auditors(commit)}) == 1
 
 
 def failures(recent: Sequence[Commit], peer: str) -> set[tuple[str, int]]:
@@ -178,7 +196,7 @@ def convicted_by(verdicts: Sequence[Verdict], members: Sequence[Member], recent:
     It takes failed audits by CONVICTING_AUDITORS auditors, so one that lies harms nobody. Where the last commits know only one
     auditor, which decides about harmful steps alone, too, its failed audits of as many rounds suffice.
     """
-    alone = len({auditor for commit in recent for auditor in auditors(commit)}) == 1
+    alone = _is_alone(recent)
     found = []
     for i, member in enumerate(members):
         failed = failures(recent, member.peer) | _failed(verdicts, member.peer, recent)

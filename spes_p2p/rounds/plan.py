@@ -128,7 +128,10 @@ def make_plan(
     cursor = give_back(commit.cursor, (*returned, *back))
     training = rules.training(control, commit.round + 2)
     steps = _next_steps(announcements, pacemakers(members), phase_step, training) if runs(control) else {}
-    steps = {peer: count for peer, count in steps.items() if peer not in idle}
+    new = {member.peer for member in members if member.standing == "newcomer"}
+    steps = {
+        peer: min(count, training.sync_steps) if peer in new else count for peer, count in steps.items() if peer not in idle
+    }
     assignments, cursor = _assignments(peers, owners, steps, cursor, rules)
     return Plan(
         proposal=proposal,

@@ -23,6 +23,7 @@ from spes_p2p.model.layout import Layout, TensorSpec
 from spes_p2p.net.interfaces import World
 from spes_p2p.observe.events import Event, Observer, PhaseTrained, RoundCommitted
 from spes_p2p.peer.announcing import NOTHING_TO_TRAIN, Capacity
+from spes_p2p.peer.auditing import Auditing
 from spes_p2p.peer.durable import voter_incarnation
 from spes_p2p.peer.life import Peer
 from spes_p2p.peer.node import Node
@@ -266,6 +267,11 @@ class VirtualSwarm:
         """Make training take time step by step, so that a peer can be stopped, paused or killed between two steps."""
 
         async def run_blocking(function: Callable[..., T], *args: Any) -> T:
+            if getattr(function, "__func__", None) is Auditing._score:
+                audit, most, should_stop = args
+                phase = audit.case.phase
+                phase = dataclasses.replace(phase, done=audit.done, steps=min(phase.steps, audit.done + most))
+                return function(audit, await _steps_in_time(phase, should_stop, lambda: self.step_s(name)), lambda: False)
             if name not in self.trainers or function != self.trainers[name].train:
                 return await world.run_blocking(function, *args)  # type: ignore[no-any-return]
             phase, should_stop, on_step = args
