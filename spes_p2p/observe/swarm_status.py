@@ -73,6 +73,8 @@ class SwarmStatus:
     """State set by the owner: running, paused, stopped."""
     control: str
     """Description of the owner's orders; empty if there are none."""
+    pending: str
+    """Description of those that no round has applied yet; empty if there are none."""
     scores: Mapping[str, float]
     """By member, in an open campaign: nats per token by which its experts' last steps lower the held-out loss. The median over
     the vouched trainers that judged; negative: harm."""
@@ -101,7 +103,8 @@ class SwarmStatus:
 
 
 _OF_ONE_PEER = ("campaign", "campaign_hash", "protocol", "total_rounds", "campaign_step", "total_steps", "total_tokens", "loss",
-                "learning_rate", "merge_alpha", "base_digest", "round_tokens", "owners", "electorate", "state", "control")
+                "learning_rate", "merge_alpha", "base_digest", "round_tokens", "owners", "electorate", "state", "control",
+                "pending")
 """Fields of SwarmStatus that are copied from the best informed leading peer."""
 
 

@@ -40,13 +40,14 @@ def render_status(statuses: Sequence[PeerStatus], notes: Sequence[str] = ()) -> 
     if not statuses:
         return Group(Text("no peer has answered yet", "dim"), *_warnings(notes))
     swarm = gather(statuses)
-    order = [Text(f"ordered by the owner: {swarm.control}", "bold yellow")] if swarm.control else []
+    orders = [f"ordered by the owner: {swarm.control}"] if swarm.control else []
+    orders += [f"ordered by the owner, not in effect yet: {swarm.pending}"] if swarm.pending else []
     last_round = [_last_round(swarm)] if swarm.round > 0 and swarm.round_seconds else []
     return Group(
         _headline(swarm),
         _progress(swarm),
         _losses(swarm),
-        *order,
+        *(Text(order, "bold yellow") for order in orders),
         *last_round,
         Text(),
         _peer_table(swarm),
