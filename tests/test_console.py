@@ -29,6 +29,7 @@ from spes_p2p.observe.events import (
     RoundFailed,
     StateEntered,
     TrainingProgress,
+    UpdatesClipped,
     to_all,
 )
 from spes_p2p.observe.progress import ProgressLine
@@ -85,6 +86,22 @@ def test_a_helper_that_waits_for_the_first_trainers_repeats_it_every_ten_minutes
     count = "0 of the 1 that the first round needs"
     assert log.messages[1:] == [
         f"waiting for trainers{waited}: {count}" for waited in ("", " for 10m00s", " for 20m00s")
+    ]
+
+
+def test_a_step_is_worth_a_warning_where_it_is_far_too_large_or_repeatedly_too_large(log: pytest.LogCaptureFixture) -> None:
+    trainer = console_of(Clock(), "peer-aaaaaa", "trainer")
+    for number, factor in ((2, 0.95), (3, 0.9), (5, 0.9)):
+        trainer(UpdatesClipped(number, (), (("router", factor),)))
+    assert log.messages == []
+    trainer(UpdatesClipped(6, (), (("router", 0.95), ("experts", 0.9))))
+    trainer(UpdatesClipped(7, (), (("router", 0.95),)))
+    trainer(UpdatesClipped(9, (), (("experts", 0.2),)))
+    trainer(UpdatesClipped(11, (("peer-bbbbbb", 3),), ()))
+    assert [(record.levelname, record.message.partition(": ")[2]) for record in log.records] == [
+        ("WARNING", "clipped the step of router to 0.95 of its size"),
+        ("WARNING", "clipped the step of experts to 0.2 of its size"),
+        ("WARNING", "clipped 3 parts of bbbbbb's update"),
     ]
 
 

@@ -43,6 +43,9 @@ FORECAST_EVERY_S = 3600.0
 SLOW_LINK_EVERY_S = 3600.0
 """Minimum interval between two remarks about this peer's link."""
 
+LARGE_STEP, REPEATED_ROUNDS = 0.5, 3
+"""A step that is scaled down is worth a warning below this factor, or in so many rounds in a row."""
+
 PEER_ID = re.compile(r"\b(Qm|12D)\w{40,60}\b")
 
 _SOURCES = {"disk": "base {} is in place",  # made just now, or kept from before
@@ -98,6 +101,8 @@ class RoundLog:
         self._clock = clock
         self._spoke_at = clock()
         self._living: frozenset[str] | None = None
+        self._bounded_at, self._bounded = -1, dict[str, int]()
+        """The last round with steps scaled down, and by group for how many rounds in a row."""
         self._complained_at = self._forecast_at = -math.inf
         self._knows_quota = False
         self._slow_rounds = 0
@@ -117,8 +122,19 @@ class RoundLog:
             return  # BaseRestored says that it is complete
         line = self._line(event)
         if line:
-            self._spoke_at = self._clock()
-            logger.log(_LEVELS.get(type(event), logging.INFO), "%s", line, extra={EVENT: event})
+            level = _LEVELS.get(type(event), logging.INFO)
+            if isinstance(event, events.UpdatesClipped) and not self._is_alarming(event):
+                level = logging.DEBUG
+            else:
+                self._spoke_at = self._clock()
+            logger.log(level, "%s", line, extra={EVENT: event})
+
+    def _is_alarming(self, event: events.UpdatesClipped) -> bool:
+        """Whether a member's update stood out, a step by far, or the same one repeatedly: in healthy campaigns steps vary."""
+        before = self._bounded if event.round == self._bounded_at + 1 else {}
+        self._bounded_at, self._bounded = event.round, {name: before.get(name, 0) + 1 for name, _ in event.groups}
+        repeated = any(count >= REPEATED_ROUNDS for count in self._bounded.values())
+        return bool(event.parts) or repeated or any(factor < LARGE_STEP for _, factor in event.groups)
 
     def _line(self, event: Event) -> str | None:
         if isinstance(event, _OF_ROUNDS) and self._caught_up is not None and event.round < self._caught_up.round:
