@@ -15,7 +15,15 @@ from rich.console import Console
 from synthetic_swarm import synthetic_swarm
 
 from spes_p2p.messages.presence import Contribution
-from spes_p2p.observe.console import DOWNLOAD_EVERY_S, FORECAST_EVERY_S, HEARTBEAT_S, SLOW_LINK_EVERY_S, RoundLog, farewell
+from spes_p2p.observe.console import (
+    DOWNLOAD_EVERY_S,
+    FORECAST_EVERY_S,
+    HEARTBEAT_S,
+    SLOW_LINK_EVERY_S,
+    RoundLog,
+    farewell,
+    farewell_of_bootstrap,
+)
 from spes_p2p.observe.events import (
     BaseRestored,
     CaughtUp,
@@ -26,6 +34,7 @@ from spes_p2p.observe.events import (
     PeersSeen,
     PhaseTrained,
     QuotaForecast,
+    RoundCommitted,
     RoundFailed,
     StateEntered,
     TrainingProgress,
@@ -325,7 +334,19 @@ def test_time_in_a_phase_is_counted_from_its_beginning() -> None:
     assert board.status.stages == (("announcing", 0.0),)
 
 
-def line_at_a_terminal(*events: StateEntered | TrainingProgress | DownloadProgress | BaseRestored) -> str:
+def test_a_bootstrap_peer_says_at_the_end_of_its_campaign_what_it_is_still_there_for(log: pytest.LogCaptureFixture) -> None:
+    helper, trainer = console_of(Clock(), "helper", "helper"), console_of(Clock(), "peer-aaaaaa", "trainer")
+    over = "others can export it from this peer until you end it"
+    for number, expected in ((ROUNDS - 1, False), (ROUNDS, True)):
+        helper(commit(number))
+        assert (f"the campaign is over; {over}" in log.messages[-1]) == expected
+    trainer(commit(ROUNDS))
+    assert over not in log.messages[-1]
+    helper(BaseRestored(ROUNDS, 100, 100, 0, "d", "disk", total_rounds=ROUNDS))
+    assert log.messages[-1].endswith(f"the campaign is done; {over}")
+
+
+def line_at_a_terminal(*events: StateEntered | TrainingProgress | DownloadProgress | BaseRestored | RoundCommitted) -> str:
     output = io.StringIO()
     console = Console(file=output, force_terminal=True, width=120, color_system=None)
     board = new_board(Clock())
@@ -344,6 +365,7 @@ def line_at_a_terminal(*events: StateEntered | TrainingProgress | DownloadProgre
         ((StateEntered("training"), TrainingProgress(3, 5, 20, 1234.0)), ["round 3 · training", "25 % · 1.23k tokens/s"]),
         ((BaseRestored(-1, 0, 100, 0, "d", "disk", ((), ())), StateEntered("waiting")), ["round 0 · serving"]),
         ((StateEntered("downloading"), DownloadProgress("the base", 1, 4)), ["downloading the base", "25 %"]),
+        ((commit(ROUNDS), StateEntered("waiting")), ["the campaign is over · serving its model"]),
         ((StateEntered("invented"),), ["round 3 · invented"]),
     ],
 )
@@ -370,9 +392,15 @@ def test_a_trainer_that_goes_says_what_came_of_its_work_and_how_to_go_on() -> No
     work = "144k tokens trained here are in the base"
     go_on = "to continue, join again with --run-dir runs/peer"
     assert farewell(left, records, Path("runs/peer")) == f"left · {work} · {go_on}"
+    assert farewell_of_bootstrap(left, Path("runs/b")) == "left · to continue, start it again with --run-dir runs/b"
     take = f"{work} · export it: spes-p2p export --run-dir runs/peer --output checkpoint"
     assert farewell(done, records, Path("runs/peer")) == f"the campaign is done · {take}"
     assert farewell(stopped, records, Path("runs/peer")) == f"the campaign was stopped by its owner · {take}"
+    for over, ended in ((done, "is done"), (stopped, "was stopped by its owner")):
+        assert farewell_of_bootstrap(over, Path("runs/b")) == (
+            f"left · the campaign {ended} · export it: spes-p2p export --run-dir runs/b --output checkpoint · for others to "
+            "export it from here, start this peer again"
+        )
     assert "no round includes work of this peer yet" in farewell(left, (), Path("runs/peer"))
 
 

@@ -67,6 +67,15 @@ def farewell(status: PeerStatus, records: Iterable[RoundRecord], run_dir: Path) 
     return f"left · {work} · to continue, join again with --run-dir {run_dir}"
 
 
+def farewell_of_bootstrap(status: PeerStatus, run_dir: Path) -> str:
+    """Return a bootstrap peer's last line: how to continue, or what is left to do once the campaign is over."""
+    if not gather([status]).done:
+        return f"left · to continue, start it again with --run-dir {run_dir}"
+    ended = "was stopped by its owner" if status.state == "stopped" else "is done"
+    export = f"export it: spes-p2p export --run-dir {run_dir} --output checkpoint"
+    return f"left · the campaign {ended} · {export} · for others to export it from here, start this peer again"
+
+
 @dataclass
 class _Failing:
     """Attempts at a round that failed."""
@@ -293,7 +302,7 @@ class RoundLog:
         if event.round == BEFORE_TRAINING:
             upcoming = "next: assembling the swarm"
         elif event.round >= self._board.status.total_rounds:
-            upcoming = "the campaign is done"
+            upcoming = f"the campaign is done{self._serves_on()}"
         elif event.source == "disk":
             upcoming = "asking for the rounds since"
         else:
@@ -328,8 +337,15 @@ class RoundLog:
             remarks.append(f"decided after {counted(self._failing.attempts, 'failed attempt')}")
         self._slept = self._missed_order = False
         parts = self._round(event, caught_up is None) if event.round > 0 else self._assembled(event)
-        left = time_left(self._board.status.seconds_left) if 0 < event.round < self._board.status.total_rounds else ""
+        status = self._board.status
+        left = time_left(status.seconds_left) if 0 < event.round < status.total_rounds else ""
+        if event.round >= status.total_rounds and self._serves_on():
+            left = f"the campaign is over{self._serves_on()}"
         return " · ".join(part for part in (*parts, *remarks, left) if part)
+
+    def _serves_on(self) -> str:
+        """Of a helper after the last round: what it is still there for."""
+        return "; others can export it from this peer until you end it" if self._board.status.role == "helper" else ""
 
     def _round(self, event: RoundCommitted, took_part: bool) -> list[str]:
         status = self._board.status

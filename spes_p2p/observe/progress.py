@@ -56,9 +56,10 @@ class ProgressLine:
                 status = self._board.status
                 has_begun = any(status.owners) or status.campaign_step
                 round_number = min(status.round + 1, status.total_rounds) if has_begun else 0
-                self._progress.reset(
-                    self._task, total=None, description=f"round {round_number} · {DOING.get(event.name, event.name)}", detail=""
-                )
+                description = f"round {round_number} · {DOING.get(event.name, event.name)}"
+                if has_begun and status.round >= status.total_rounds and event.name == "waiting":
+                    description = "the campaign is over · serving its model"
+                self._progress.reset(self._task, total=None, description=description, detail="")
             case TrainingProgress():
                 speed = human_rate(event.tokens_per_second)
                 self._bar(event.steps_done, event.steps_planned, f"{percent(event.steps_done, event.steps_planned)} · {speed}")
