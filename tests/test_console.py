@@ -42,6 +42,7 @@ from spes_p2p.observe.events import (
     to_all,
 )
 from spes_p2p.observe.progress import ProgressLine
+from spes_p2p.observe.status import StatusBoard
 from spes_p2p.observe.swarm_status import gather
 
 ELECTORS = ("helper", "peer-aaaaaa", "peer-bbbbbb")
@@ -372,6 +373,22 @@ def line_at_a_terminal(*events: StateEntered | TrainingProgress | DownloadProgre
 def test_at_a_terminal_one_line_says_what_goes_on(events: tuple[StateEntered, ...], expected: list[str]) -> None:
     line = line_at_a_terminal(*events)
     assert [text for text in expected if text not in line] == []
+
+
+def test_the_line_of_a_peer_that_waits_for_the_first_trainers_counts_them() -> None:
+    console = Console(file=io.StringIO(), width=120)
+    board = StatusBoard(replace(status_after(), min_peers=2), Clock())
+    line = ProgressLine(board, console)
+    peer, told = to_all(board.update, line.update), list[str]()
+    peer(BaseRestored(-1, 0, 100, 0, "d", "disk", ((), ())))
+    for event in (StateEntered("announcing"), PeersSeen(1, 1, (), ()), PeersSeen(2, 1, (), ()), StateEntered("waiting")):
+        peer(event)
+        with console.capture() as shows:
+            console.print(line.renderable)
+        told.append(shows.get().split("  ")[0].strip())
+    waiting = [f"waiting for trainers: {count} of 2" for count in (0, 1)]
+    lines = [*waiting, "round 0 · waiting for the plan", "round 0 · serving"]
+    assert [text.startswith(line) for text, line in zip(told, lines, strict=True)] == [True] * 4, told
 
 
 def test_without_a_terminal_there_is_no_live_line() -> None:

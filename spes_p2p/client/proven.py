@@ -64,7 +64,8 @@ def corrected(
             found.append(_bare(status, campaign))
             continue
         judges = campaign.config.admission == "open" and status.peer_id in log.last.electorate
-        status = replace(status, campaign=campaign.config.name, pending=pending, scores=status.scores if judges else {},
+        status = replace(status, campaign=campaign.config.name, min_peers=campaign.config.sync.min_peers, pending=pending,
+                         scores=status.scores if judges else {},
                          audits=tuple(each for each in status.audits if _verdict(status.peer_id, each) in verdicts))
         if status.validation_round > log.round:
             status = replace(status, validation_round=0, validation_loss=float("nan"))
@@ -108,6 +109,7 @@ def _bare(status: PeerStatus, campaign: Campaign) -> PeerStatus:
         campaign=campaign.config.name,
         campaign_hash=campaign.hash,
         total_rounds=campaign.config.total_rounds,
+        min_peers=campaign.config.sync.min_peers,
         protocol=status.protocol,
         stage=status.stage,
         stage_seconds=status.stage_seconds,

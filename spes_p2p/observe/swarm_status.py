@@ -73,6 +73,8 @@ class SwarmStatus:
     """State set by the owner: running, paused, stopped."""
     control: str
     """Description of the owner's orders; empty if there are none."""
+    min_peers: int
+    """Trainers that round 0 waits for."""
     pending: str
     """Description of those that no round has applied yet; empty if there are none."""
     scores: Mapping[str, float]
@@ -85,6 +87,11 @@ class SwarmStatus:
     def assembled(self) -> bool:
         """Whether round 0 has assigned the experts."""
         return any(self.owners)
+
+    @property
+    def awaits_trainers(self) -> bool:
+        """Whether round 0 waits until more trainers are here."""
+        return not self.assembled and sum(peer.role == "trainer" for peer in self.peers) < self.min_peers
 
     @property
     def majority_missing(self) -> bool:
@@ -104,7 +111,7 @@ class SwarmStatus:
 
 _OF_ONE_PEER = ("campaign", "campaign_hash", "protocol", "total_rounds", "campaign_step", "total_steps", "total_tokens", "loss",
                 "learning_rate", "merge_alpha", "base_digest", "round_tokens", "owners", "electorate", "state", "control",
-                "pending")
+                "min_peers", "pending")
 """Fields of SwarmStatus that are copied from the best informed leading peer."""
 
 
