@@ -96,7 +96,7 @@ async def run_bootstrap(
     except NobodyAnswers as error:
         if read_genesis(settings.run_dir) is None:
             raise
-        logger.warning("%s; starting without them", error)
+        logger.warning("%s; starting without them", error.problem)
         async with connected(settings, ()) as (net, _), beside(net.keep_finding(others)):
             await _live_as_bootstrap(net, files, settings, (), on_address, extension)
 
@@ -181,7 +181,7 @@ async def run_join(
                 if read_genesis(settings.run_dir) is None:
                     raise
                 if tries % WARN_EVERY_TRIES == 0:
-                    logger.warning("%s; retrying until a peer answers", error)
+                    logger.warning("%s; retrying until a peer answers", error.problem)
                 tries += 1
                 await asyncio.sleep(FIND_EVERY_S)
 
