@@ -108,10 +108,10 @@ def test_a_step_is_worth_a_warning_where_it_is_far_too_large_or_repeatedly_too_l
     trainer(UpdatesClipped(7, (), (("router", 0.95),)))
     trainer(UpdatesClipped(9, (), (("experts", 0.2),)))
     trainer(UpdatesClipped(11, (("peer-bbbbbb", 3),), ()))
-    assert [(record.levelname, record.message.partition(": ")[2]) for record in log.records] == [
-        ("WARNING", "clipped the step of router to 0.95 of its size"),
-        ("WARNING", "clipped the step of experts to 0.2 of its size"),
-        ("WARNING", "clipped 3 parts of bbbbbb's update"),
+    assert [(record.levelno, record.message.partition(": ")[2]) for record in log.records] == [
+        (logging.WARNING, "clipped the step of router to 0.95 of its size"),
+        (logging.WARNING, "clipped the step of experts to 0.2 of its size"),
+        (logging.WARNING, "clipped 3 parts of bbbbbb's update"),
     ]
 
 
@@ -413,7 +413,8 @@ def test_a_trainer_that_goes_says_what_came_of_its_work_and_how_to_go_on() -> No
     take = f"{work} · export it: spes-p2p export --run-dir runs/peer --output checkpoint"
     assert farewell(done, records, Path("runs/peer")) == f"the campaign is done · {take}"
     assert farewell(stopped, records, Path("runs/peer")) == f"the campaign was stopped by its owner · {take}"
-    for over, ended in ((done, "is done"), (stopped, "was stopped by its owner")):
+    at_once = status_after(assembly(), Controlled(0, 1, "stopped", "stopped"))
+    for over, ended in ((done, "is done"), (stopped, "was stopped by its owner"), (at_once, "was stopped by its owner")):
         assert farewell_of_bootstrap(over, Path("runs/b")) == (
             f"left · the campaign {ended} · export it: spes-p2p export --run-dir runs/b --output checkpoint · for others to "
             "export it from here, start this peer again"

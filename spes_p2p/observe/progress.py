@@ -7,6 +7,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from spes_p2p.observe.events import DownloadProgress, Event, PeersSeen, StateEntered, TrainingProgress
 from spes_p2p.observe.status import StatusBoard
+from spes_p2p.observe.swarm_status import gather
 from spes_p2p.observe.units import human_rate, percent
 
 DOING = {
@@ -66,7 +67,7 @@ class ProgressLine:
     def _description(self, stage: str) -> str:
         status = self._board.status
         has_begun = any(status.owners) or status.campaign_step
-        if has_begun and status.round >= status.total_rounds and stage == "waiting":
+        if stage == "waiting" and gather([status]).done:
             return "the campaign is over · serving its model"
         if not has_begun and stage in ("announcing", "waiting") and status.trainers_alive < status.min_peers:
             return f"waiting for trainers: {status.trainers_alive} of {status.min_peers}"

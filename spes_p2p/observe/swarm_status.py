@@ -105,8 +105,8 @@ class SwarmStatus:
 
     @property
     def done(self) -> bool:
-        """Whether the campaign's last round is committed."""
-        return self.assembled and self.round >= self.total_rounds
+        """Whether the campaign's last round is committed, which may be round 0 if the owner stops it at once."""
+        return self.assembled and (self.round >= self.total_rounds or self.state == "stopped")
 
 
 _OF_ONE_PEER = ("campaign", "campaign_hash", "protocol", "total_rounds", "campaign_step", "total_steps", "total_tokens", "loss",
