@@ -172,6 +172,16 @@ def test_what_peers_say_is_text_and_never_markup() -> None:
     look_at(swarm, look)
 
 
+def test_before_the_first_round_the_page_says_how_many_trainers_it_waits_for() -> None:
+    made = synthetic_swarm(3, 8, 0)
+    waiting = replace(made, statuses=[replace(each, owners=(), owned=(), min_peers=5) for each in made.statuses])
+
+    async def look(page: Any, live: Published) -> None:
+        assert await page.text_content("#seconds_left") == "assembling, 3 of 5 trainers so far"
+
+    look_at(waiting, look)
+
+
 def test_the_page_follows_without_reloading_and_says_when_nobody_answers() -> None:
     async def look(page: Any, live: Published) -> None:
         await page.evaluate("window.loadedOnce = true")
