@@ -36,6 +36,11 @@ class Diverged(UserError):
 class NobodyAnswers(UserError):
     """No given address leads to a peer."""
 
+    def __init__(self, problem: str, advice: str = ""):
+        """`problem` alone is what a program says that retries by itself."""
+        super().__init__(f"{problem}; {advice}" if advice else problem)
+        self.problem = problem
+
 
 def version_advice(ours: int, theirs: int, program: str = "") -> str:
     """Return what a person types to speak protocol `theirs`. `program`: a version of spes_p2p that speaks it, if known."""

@@ -15,7 +15,15 @@ from rich.console import Console
 from synthetic_swarm import synthetic_swarm
 
 from spes_p2p.messages.presence import Contribution
-from spes_p2p.observe.console import DOWNLOAD_EVERY_S, FORECAST_EVERY_S, HEARTBEAT_S, SLOW_LINK_EVERY_S, RoundLog, farewell
+from spes_p2p.observe.console import (
+    DOWNLOAD_EVERY_S,
+    FORECAST_EVERY_S,
+    HEARTBEAT_S,
+    SLOW_LINK_EVERY_S,
+    RoundLog,
+    farewell,
+    farewell_of_bootstrap,
+)
 from spes_p2p.observe.events import (
     BaseRestored,
     CaughtUp,
@@ -26,12 +34,15 @@ from spes_p2p.observe.events import (
     PeersSeen,
     PhaseTrained,
     QuotaForecast,
+    RoundCommitted,
     RoundFailed,
     StateEntered,
     TrainingProgress,
+    UpdatesClipped,
     to_all,
 )
 from spes_p2p.observe.progress import ProgressLine
+from spes_p2p.observe.status import StatusBoard
 from spes_p2p.observe.swarm_status import gather
 
 ELECTORS = ("helper", "peer-aaaaaa", "peer-bbbbbb")
@@ -85,6 +96,22 @@ def test_a_helper_that_waits_for_the_first_trainers_repeats_it_every_ten_minutes
     count = "0 of the 1 that the first round needs"
     assert log.messages[1:] == [
         f"waiting for trainers{waited}: {count}" for waited in ("", " for 10m00s", " for 20m00s")
+    ]
+
+
+def test_a_step_is_worth_a_warning_where_it_is_far_too_large_or_repeatedly_too_large(log: pytest.LogCaptureFixture) -> None:
+    trainer = console_of(Clock(), "peer-aaaaaa", "trainer")
+    for number, factor in ((2, 0.95), (3, 0.9), (5, 0.9)):
+        trainer(UpdatesClipped(number, (), (("router", factor),)))
+    assert log.messages == []
+    trainer(UpdatesClipped(6, (), (("router", 0.95), ("experts", 0.9))))
+    trainer(UpdatesClipped(7, (), (("router", 0.95),)))
+    trainer(UpdatesClipped(9, (), (("experts", 0.2),)))
+    trainer(UpdatesClipped(11, (("peer-bbbbbb", 3),), ()))
+    assert [(record.levelno, record.message.partition(": ")[2]) for record in log.records] == [
+        (logging.WARNING, "clipped the step of router to 0.95 of its size"),
+        (logging.WARNING, "clipped the step of experts to 0.2 of its size"),
+        (logging.WARNING, "clipped 3 parts of bbbbbb's update"),
     ]
 
 
@@ -308,7 +335,19 @@ def test_time_in_a_phase_is_counted_from_its_beginning() -> None:
     assert board.status.stages == (("announcing", 0.0),)
 
 
-def line_at_a_terminal(*events: StateEntered | TrainingProgress | DownloadProgress | BaseRestored) -> str:
+def test_a_bootstrap_peer_says_at_the_end_of_its_campaign_what_it_is_still_there_for(log: pytest.LogCaptureFixture) -> None:
+    helper, trainer = console_of(Clock(), "helper", "helper"), console_of(Clock(), "peer-aaaaaa", "trainer")
+    over = "others can export it from this peer until you end it"
+    for number, expected in ((ROUNDS - 1, False), (ROUNDS, True)):
+        helper(commit(number))
+        assert (f"the campaign is over; {over}" in log.messages[-1]) == expected
+    trainer(commit(ROUNDS))
+    assert over not in log.messages[-1]
+    helper(BaseRestored(ROUNDS, 100, 100, 0, "d", "disk", total_rounds=ROUNDS))
+    assert log.messages[-1].endswith(f"the campaign is done; {over}")
+
+
+def line_at_a_terminal(*events: StateEntered | TrainingProgress | DownloadProgress | BaseRestored | RoundCommitted) -> str:
     output = io.StringIO()
     console = Console(file=output, force_terminal=True, width=120, color_system=None)
     board = new_board(Clock())
@@ -327,12 +366,29 @@ def line_at_a_terminal(*events: StateEntered | TrainingProgress | DownloadProgre
         ((StateEntered("training"), TrainingProgress(3, 5, 20, 1234.0)), ["round 3 · training", "25 % · 1.23k tokens/s"]),
         ((BaseRestored(-1, 0, 100, 0, "d", "disk", ((), ())), StateEntered("waiting")), ["round 0 · serving"]),
         ((StateEntered("downloading"), DownloadProgress("the base", 1, 4)), ["downloading the base", "25 %"]),
+        ((commit(ROUNDS), StateEntered("waiting")), ["the campaign is over · serving its model"]),
         ((StateEntered("invented"),), ["round 3 · invented"]),
     ],
 )
 def test_at_a_terminal_one_line_says_what_goes_on(events: tuple[StateEntered, ...], expected: list[str]) -> None:
     line = line_at_a_terminal(*events)
     assert [text for text in expected if text not in line] == []
+
+
+def test_the_line_of_a_peer_that_waits_for_the_first_trainers_counts_them() -> None:
+    console = Console(file=io.StringIO(), width=120)
+    board = StatusBoard(replace(status_after(), min_peers=2), Clock())
+    line = ProgressLine(board, console)
+    peer, told = to_all(board.update, line.update), list[str]()
+    peer(BaseRestored(-1, 0, 100, 0, "d", "disk", ((), ())))
+    for event in (StateEntered("announcing"), PeersSeen(1, 1, (), ()), PeersSeen(2, 1, (), ()), StateEntered("waiting")):
+        peer(event)
+        with console.capture() as shows:
+            console.print(line.renderable)
+        told.append(shows.get().split("  ")[0].strip())
+    waiting = [f"waiting for trainers: {count} of 2" for count in (0, 1)]
+    lines = [*waiting, "round 0 · waiting for the plan", "round 0 · serving"]
+    assert [text.startswith(line) for text, line in zip(told, lines, strict=True)] == [True] * 4, told
 
 
 def test_without_a_terminal_there_is_no_live_line() -> None:
@@ -353,9 +409,16 @@ def test_a_trainer_that_goes_says_what_came_of_its_work_and_how_to_go_on() -> No
     work = "144k tokens trained here are in the base"
     go_on = "to continue, join again with --run-dir runs/peer"
     assert farewell(left, records, Path("runs/peer")) == f"left · {work} · {go_on}"
+    assert farewell_of_bootstrap(left, Path("runs/b")) == "left · to continue, start it again with --run-dir runs/b"
     take = f"{work} · export it: spes-p2p export --run-dir runs/peer --output checkpoint"
     assert farewell(done, records, Path("runs/peer")) == f"the campaign is done · {take}"
     assert farewell(stopped, records, Path("runs/peer")) == f"the campaign was stopped by its owner · {take}"
+    at_once = status_after(assembly(), Controlled(0, 1, "stopped", "stopped"))
+    for over, ended in ((done, "is done"), (stopped, "was stopped by its owner"), (at_once, "was stopped by its owner")):
+        assert farewell_of_bootstrap(over, Path("runs/b")) == (
+            f"left · the campaign {ended} · export it: spes-p2p export --run-dir runs/b --output checkpoint · for others to "
+            "export it from here, start this peer again"
+        )
     assert "no round includes work of this peer yet" in farewell(left, (), Path("runs/peer"))
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from spes_p2p.campaign.orders import CampaignView, parse_order
+from spes_p2p.campaign.orders import CampaignView, parse_order, revoked
 from spes_p2p.client.owner import _view
 from spes_p2p.consensus.certificate import vote_message
 from spes_p2p.consensus.commit_log import CommitLog
@@ -610,7 +610,8 @@ def test_a_complete_campaign_takes_only_orders_that_add_steps() -> None:
 
 
 def view(
-    round_number: int = 3, newest: Control | None = None, step: int = 30, excluded: tuple[str, ...] = (), applied: int = 0
+    round_number: int = 3, newest: Control | None = None, step: int = 30, excluded: tuple[str, ...] = (),
+    applied: Control | None = None,
 ) -> CampaignView:
     the_campaign = campaign(total_steps=60)
     return CampaignView(
@@ -653,6 +654,19 @@ def test_news_of_an_order_are_what_it_changes() -> None:
                     f"protocol {PROTOCOL_VERSION} required from round 9 on"]
     assert describe_news(replace(newest, number=9, rollback=4), newest, 4) == "rolled back to round 4"
     assert describe_news(newest, newest, 4) == ""
+
+
+def test_an_order_that_no_round_has_applied_is_no_fact_and_is_not_replaced_without_a_word() -> None:
+    paused = parse_order(["pause"])(view())
+    with pytest.raises(UserError, match=r"already ordered \(order 1\), but not in effect yet; it .* committed after round 3$"):
+        parse_order(["pause"])(view(newest=paused))
+    with pytest.raises(UserError, match=r"already paused \(order 1\)"):
+        parse_order(["pause"])(view(newest=paused, applied=paused))
+    stopped = parse_order(["stop"])(view(newest=paused, applied=paused))
+    waits = view(newest=stopped, applied=paused)
+    told = {word: revoked(parse_order([word])(waits), waits) for word in ("pause", "resume", "stop")}
+    assert told == {"pause": "order 2 (stopped)", "resume": "order 2 (stopped)", "stop": ""}
+    assert not revoked(parse_order(["ban", OTHER_ID])(waits), waits)
 
 
 def test_an_order_keeps_what_was_ordered_before() -> None:
@@ -700,7 +714,7 @@ def test_an_order_believes_certified_commits_and_no_stranger(admission: str, kep
     lie = Known(record(swarm, 9, "stopped", signer="X"), 9, 10**6, 10**9, (4,), (OWNER,))
     known = {peer: Known(None, 0, 5, 50, (number,)) for number, peer in enumerate((OWNER, "A", "B"), 1)}
     view = _view(CommitLog(identity, last), identity, swarm.campaign.config, {**known, "X": lie}, "address")
-    assert (view.newest, view.applied, view.round, view.step, view.excluded) == (None, 0, 5, 50, ())
+    assert (view.newest, view.applied, view.round, view.step, view.excluded) == (None, None, 5, 50, ())
     assert view.archived == kept
 
 
@@ -723,10 +737,10 @@ def test_a_pardon_is_ordered_once_for_each_exclusion_and_stays_in_later_orders()
     with pytest.raises(UserError, match="pardoned already, from the next round on"):
         parse_order(["pardon", OTHER_ID])(view(newest=once, excluded=(OTHER_ID,)))
     assert parse_order(["pause"])(view(newest=once)).pardons == once.pardons
-    again = parse_order(["pardon", OTHER_ID])(view(newest=once, round_number=9, excluded=(OTHER_ID,), applied=1))
+    again = parse_order(["pardon", OTHER_ID])(view(newest=once, round_number=9, excluded=(OTHER_ID,), applied=once))
     assert again.pardons == (Pardon(OTHER_ID, 9),), "it was excluded again"
     full = replace(once, pardons=tuple(Pardon(f"Qm{number:044d}", number) for number in range(MAX_BANNED)))
-    kept = parse_order(["pardon", OTHER_ID])(view(newest=full, excluded=(OTHER_ID,), applied=1)).pardons
+    kept = parse_order(["pardon", OTHER_ID])(view(newest=full, excluded=(OTHER_ID,), applied=full)).pardons
     assert len(kept) == MAX_BANNED
     assert full.pardons[0] not in kept, "the oldest goes"
 
@@ -734,6 +748,7 @@ def test_a_pardon_is_ordered_once_for_each_exclusion_and_stays_in_later_orders()
 @pytest.mark.parametrize(("words", "expected"), [
     ("resume", "the campaign is not paused"),
     ("schedule 4 learning_rate=1", "has started; give round 5 or later"),
+    ("schedule 4 lr=1 rate=2", "give round 5 or later; and schedule 4: training.lr, training.rate cannot be changed"),
     ("schedule 9 learning_rate=-1", "training.learning_rate = -1: must be greater than 0"),
     ("schedule 9 learning_rate=true", "training.learning_rate = true: must be a number"),
     ("schedule 5 total_steps=30", "schedule 5: 40 steps are trained by then; give more total_steps, an earlier round, or stop"),

@@ -153,8 +153,8 @@ def test_what_peers_say_is_text_and_never_markup() -> None:
     def poison(status: PeerStatus) -> PeerStatus:
         return replace(
             status, stage=evil, role="trainer", peer_id=f"{evil}{status.peer_id[-4:]}", campaign=evil, campaign_hash=evil,
-            base_digest=evil, failures={evil: 3}, round_seconds={evil: 1.0}, owners=((evil,),), electorate=(evil,),
-            task_scores=((evil, evil, 0.5, 0.1),),
+            base_digest=evil, failing={evil: 3}, failures={"old": 6}, pending=evil, round_seconds={evil: 1.0},
+            owners=((evil,),), electorate=(evil,), task_scores=((evil, evil, 0.5, 0.1),),
         )
 
     honest = synthetic_swarm(3, 8, 12)
@@ -166,9 +166,20 @@ def test_what_peers_say_is_text_and_never_markup() -> None:
         assert await page.locator("script").count() == 2  # what is known at first, and the program
         assert "owned" not in (await page.title()).replace(evil, "")
         assert f"{evil} {evil} 0.500 ± 0.100" in await page.text_content("#task_scores")
-        assert evil.replace("_", " ") in await page.text_content("#failure_reasons")
+        assert await page.text_content("#failure_reasons") == f"at round 13, {evil.replace('_', ' ')} 3"
+        assert await page.text_content("#control") == f"ordered, not in effect yet: {evil}"
 
     look_at(swarm, look)
+
+
+def test_before_the_first_round_the_page_says_how_many_trainers_it_waits_for() -> None:
+    made = synthetic_swarm(3, 8, 0)
+    waiting = replace(made, statuses=[replace(each, owners=(), owned=(), min_peers=5) for each in made.statuses])
+
+    async def look(page: Any, live: Published) -> None:
+        assert await page.text_content("#seconds_left") == "assembling, 3 of 5 trainers so far"
+
+    look_at(waiting, look)
 
 
 def test_the_page_follows_without_reloading_and_says_when_nobody_answers() -> None:
@@ -418,7 +429,7 @@ def dashboard_url(process: LocalPeer) -> str:
 
 SAME = (
     "campaign", "campaign_hash", "round", "campaign_step", "total_tokens", "loss", "validation_loss", "validation_round",
-    "round_tokens", "base_digest", "digests_equal", "failures",
+    "round_tokens", "base_digest", "digests_equal",
 )
 
 

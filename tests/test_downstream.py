@@ -83,8 +83,8 @@ def test_a_round_is_skipped_while_the_last_evaluation_runs(caplog: pytest.LogCap
 
     caplog.set_level(logging.INFO, "spes_p2p")
     assert told(1, slow) == [FOUND] * 2
-    assert caplog.messages == ["round 3 is left out: evaluating tasks still goes on for an earlier one, with CPU time that "
-                               "nothing else on this machine wants"]
+    assert caplog.messages == ["evaluating tasks: not after round 3, since that of an earlier round still goes on, with "
+                               "CPU time that nothing else on this machine wants"]
 
 
 def test_a_failure_is_one_line_however_often_it_recurs(caplog: pytest.LogCaptureFixture) -> None:

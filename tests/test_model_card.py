@@ -51,7 +51,7 @@ def test_the_card_names_what_the_owner_ordered_up_to_its_round() -> None:
     files = card_files(origin_of(CAMPAIGN, 9, "d" * 64, records))
     orders = [(each["from_round"], each["order"]) for each in json.loads(files[FACTS_FILE])["orders"]]
     assert orders == [(5, "paused"), (6, ""), (8, "rolled back to round 4")]
-    for line in ("- round 5: paused", "- round 6: as planned", "- round 8: rolled back to round 4", "| round | 9 |"):
+    for line in ("- round 5: paused", "- round 6: resumed", "- round 8: rolled back to round 4", "| round | 9 |"):
         assert line in files[CARD_FILE].splitlines()
     assert "owner" not in card_files(origin())[CARD_FILE]
 

@@ -364,6 +364,11 @@ def test_swarm_is_assembled_by_round_0_and_done_with_the_last() -> None:
     assert (waiting.assembled, waiting.ownerless) == (False, ())
     assert gather([status_after(assembly())]).assembled
     assert "assembling, 1 trainer so far" in shown(list(waiting.peers))
+    one = replace(waiting.peers[0], min_peers=2, stage="announcing")
+    assert "assembling, 1 of 2 trainers so far" in (alone := shown([one]))
+    assert ("waiting" in alone, "announcing" in alone) == (True, False)
+    both = shown([one, replace(one, peer_id="peer-bbbbbb")])
+    assert ("assembling, 2 trainers so far" in both, "announcing" in both) == (True, True)
     assert [gather([status_after(commit(number))]).done for number in (0, ROUNDS - 1, ROUNDS)] == [False, False, True]
 
 

@@ -7,16 +7,18 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from spes_p2p.client.alerts import alerts
 from spes_p2p.client.dashboard.listed import seen
 from spes_p2p.client.proven import corrected, learn_commits
 from spes_p2p.consensus.commit_log import CommitLog
 from spes_p2p.messages.audits import Audited
-from spes_p2p.messages.consensus import Verdict
+from spes_p2p.messages.consensus import Control, Verdict
 from spes_p2p.messages.presence import PeerStatus
 from spes_p2p.net.rpc import RpcEndpoint
 from spes_p2p.observe.swarm_status import gather
+from spes_p2p.observe.table import render_status
 from spes_p2p.testing.in_memory_world import in_memory_world
 from spes_p2p.testing.simulate.swarm import VirtualSwarm, campaign, simulate
 from spes_p2p.testing.simulated_identity import SimulatedIdentity
@@ -61,6 +63,7 @@ LIES: dict[str, dict[str, Any]] = {
     "the held-out loss of this round": {"validation_loss": 0.1, "validation_round": ROUNDS},
     "harmful peers": {"scores": {"A": -9.0}},
     "its speed": {"tokens_per_second": 1e12, "dropped_tokens": 10**9, "failures": {"refused": 10**6}, "digest_mismatches": 9},
+    "an order": {"pending": "stopped"},
     "absent electors": {"electorate": ("V", "Y", "Z")},
 }
 
@@ -83,6 +86,20 @@ def summary(statuses: list[PeerStatus]) -> list[object]:
     swarm = replace(gather(statuses), peers=(), tokens_per_second=0.0)
     shown = replace(seen(statuses, ADDRESS), tokens_per_second=0.0, trainers=0)
     return [repr(swarm), repr(shown), alerts(swarm, [], 0.0)]
+
+
+def test_an_order_that_no_commit_carries_yet_is_shown_as_such_by_the_owners_word_alone(log: CommitLog) -> None:
+    liar = replace(honest(log)[0], pending="stopped")
+    told = [liar, *honest(log)[1:]]
+    assert gather(corrected(told, log, CAMPAIGN)).pending == ""
+    order = Control(CAMPAIGN.hash, 1, "paused", (), -1, b"")
+    swarm = gather(shown := corrected(told, log, CAMPAIGN, order))
+    assert (swarm.state, swarm.control, swarm.pending) == ("running", "", "paused")
+    console = Console(width=120)
+    with console.capture() as shows:
+        console.print(render_status(shown))
+    assert "ordered by the owner, not in effect yet: paused" in shows.get()
+    assert gather(corrected(told, log, CAMPAIGN, log.last.control)).pending == ""
 
 
 def test_a_stranger_is_no_trainer_and_has_no_speed(log: CommitLog) -> None:

@@ -27,7 +27,8 @@ RESULTS: dict[str, Any] = {
     "model": "checkpoint", "lm_eval": "0.4.13", "dtype": "float32", "device": "cpu", "groups": {}, "versions": {"piqa": 1},
     "num_fewshot": {"piqa": 0}, "samples": {"piqa": 96}, "tasks": {"piqa": {"sample_len": 96, "acc": 0.5, "acc_stderr": 0.025}},
 }
-OWN = replace(FIRST_COMMIT, round=13, total_tokens=7_654_321, seconds={"exchange": 2.0}, contributions=(("QmMe", 1000, 10),))
+OWN = replace(FIRST_COMMIT, round=13, total_tokens=7_654_321, seconds={"exchange": 2.0},
+              contributions=(("QmMe", 1000, 10), ("QmIdle", 0, 0)))
 
 
 class Page(HTMLParser):
@@ -66,6 +67,8 @@ def test_a_report_has_the_run_and_loads_nothing(tmp_path: Path) -> None:
         "spes-p2p export --from /ip4/203.0.113.7/tcp/31337/p2p/Qm --output checkpoint", f"export --run-dir {folder}",
     ):
         assert text in page.text, text
+    assert "QmIdle" not in page.text
+    assert "resumed" in page.text
     assert page.tags["svg"] == 5
     assert page.loaded == []
     assert "script" not in page.tags

@@ -10,16 +10,17 @@ import msgpack
 import pytest
 
 from spes_p2p.campaign.files import fetch_campaign
+from spes_p2p.campaign.record import agreed_record
 from spes_p2p.consensus.control import signed
 from spes_p2p.consensus.signed import signed_message
-from spes_p2p.errors import UPGRADE, UserError, version_advice
+from spes_p2p.errors import UPGRADE, NobodyAnswers, UserError, version_advice
 from spes_p2p.messages.codec import _plain, pack, unpack
 from spes_p2p.messages.consensus import Control, ControlRequest, Requirement, Signed
 from spes_p2p.messages.framing import IGNORABLE, Kind
 from spes_p2p.messages.methods import CONTROL, PING, PROTOCOL_VERSION, ROUND
 from spes_p2p.messages.rounds import Announcement, Ping
 from spes_p2p.net.interfaces import Channel, Handler, Transport, World
-from spes_p2p.net.rpc import RpcEndpoint
+from spes_p2p.net.rpc import RpcEndpoint, Stream
 from spes_p2p.observe.events import RoundCommitted, RoundFailed
 from spes_p2p.testing.in_memory_world import in_memory_world
 from spes_p2p.testing.simulate.swarm import VirtualSwarm, campaign, simulate
@@ -170,6 +171,24 @@ def test_a_joiner_of_a_newer_version_notices_that_the_swarm_is_too_old(monkeypat
         endpoint = RpcEndpoint(in_memory_world(swarm.network, "visitor").transport, 5.0)
         with pytest.raises(UserError, match=f"W speaks protocol {PROTOCOL_VERSION}, .*: git fetch && git checkout v"):
             await fetch_campaign(endpoint, ["W"])
+
+    simulate(main)
+
+
+def test_who_asks_a_peer_that_still_starts_is_told_so_with_its_id_once() -> None:
+    async def main() -> None:
+        network, starting = VirtualSwarm(campaign()).network, "Qm" + "s" * 44
+        await RpcEndpoint(in_memory_world(network, starting).transport, 5.0).serve(PING, answer_nothing)
+        endpoint = RpcEndpoint(in_memory_world(network, "visitor").transport, 5.0)
+        with pytest.raises(NobodyAnswers) as told:
+            await agreed_record(endpoint, [starting])
+        assert told.value.problem == f"no campaign at the address ({starting}: it runs, but serves no campaign yet)"
+        assert str(told.value).startswith(f"{told.value.problem}; if that peer has just started, try again")
+        with pytest.raises(NobodyAnswers) as told:
+            await agreed_record(endpoint, gone := ["Qm" + "g" * 44])
+        assert told.value.problem.count(gone[0]) == 1
+
+    async def answer_nothing(stream: Stream) -> None: ...
 
     simulate(main)
 

@@ -39,8 +39,13 @@ class CampaignView:
     """Rounds whose bases some peer archives, ascending."""
     excluded: tuple[str, ...] = ()
     """Peers that proofs exclude after this round."""
-    applied: int = 0
-    """Number of the record that some commit carries; 0: none."""
+    applied: Control | None = None
+    """The record that the last commit carries."""
+
+    @property
+    def pending(self) -> Control | None:
+        """The newest record, if no commit carries it yet."""
+        return self.newest if number_of(self.newest) > number_of(self.applied) else None
 
     @property
     def is_complete(self) -> bool:
@@ -129,8 +134,11 @@ def _parse_peer(name: str, words: Sequence[str]) -> MakeControl:
 
 def pause(view: CampaignView) -> Control:
     """Plan no round after the current one."""
-    if is_paused(view.newest):
+    if is_paused(view.applied) and is_paused(view.newest):
         raise UserError(f"pause: the campaign is already paused (order {number_of(view.newest)})")
+    if is_paused(view.newest):
+        when = f"it takes effect with the first round committed after round {max(view.round, 0)}"
+        raise UserError(f"pause: already ordered (order {number_of(view.newest)}), but not in effect yet; {when}")
     return _next(view, "paused")
 
 
@@ -148,13 +156,21 @@ def stop(view: CampaignView) -> Control:
 
 def schedule(change: Change, view: CampaignView) -> Control:
     """Change fields of `training` from a round on; of a complete campaign from the next one on, with more steps."""
-    if not view.is_complete:
-        _check_ahead(f"schedule {change.round}", change.round, view)
     control = _next(view, _state(view))
     changes = tuple(sorted((*control.changes, change), key=lambda change: change.round))
-    config = view.config
-    for each in changes:
-        config = changed(config, each.training, f"schedule {each.round}")
+    config, problems = view.config, list[str]()
+    try:
+        if not view.is_complete:
+            _check_ahead(f"schedule {change.round}", change.round, view)
+    except UserError as error:
+        problems.append(str(error))
+    try:
+        for each in changes:
+            config = changed(config, each.training, f"schedule {each.round}")
+    except UserError as error:
+        problems.append(str(error))
+    if problems:
+        raise UserError("; and ".join(problems))
     reached = _steps_before(change.round, view)
     if not view.is_complete and "total_steps" in json.loads(change.training) and config.training.total_steps < reached:
         raise UserError(
@@ -227,8 +243,9 @@ def unban(peer: str, view: CampaignView) -> Control:
 def pardon(peer: str, view: CampaignView) -> Control:
     """Let a peer take part again that a proof excludes. A later proof excludes it again."""
     control = _next(view, _state(view))
-    if view.newest is not None and view.newest.number > view.applied and peer in {each.peer for each in view.newest.pardons}:
-        raise UserError(f"pardon {peer}: the peer is pardoned already, from the next round on (order {view.newest.number})")
+    pending = view.pending
+    if pending is not None and peer in {each.peer for each in pending.pardons}:
+        raise UserError(f"pardon {peer}: the peer is pardoned already, from the next round on (order {pending.number})")
     if peer not in view.excluded:
         raise UserError(f"pardon {peer}: no proof excludes it; excluded peers: {', '.join(view.excluded) or 'none'}")
     others = [each for each in control.pardons if each.peer != peer]
@@ -260,6 +277,15 @@ def unaudit(peer: str, view: CampaignView) -> Control:
 _ON_PEERS: dict[str, Callable[[str, CampaignView], Control]] = {
     "ban": ban, "unban": unban, "pardon": pardon, "audit": audit, "unaudit": unaudit,
 }
+
+
+def revoked(control: Control, view: CampaignView) -> str:
+    """Describe what a new record takes back before any round applied it; "" for nothing."""
+    pending = view.pending
+    before = "running" if view.applied is None else view.applied.state
+    if pending is None or pending.state in (before, control.state):
+        return ""
+    return f"order {pending.number} ({'resumed' if pending.state == 'running' else pending.state})"
 
 
 def _banned(view: CampaignView) -> tuple[str, ...]:

@@ -35,14 +35,20 @@ async def agreed_record(endpoint: RpcEndpoint, peers: Sequence[str]) -> tuple[Ca
         except Refused as error:
             if error.code in (Code.VERSION, Code.NOT_ADMITTED):
                 raise UserError(refusal_line(peer, error, PROTOCOL_VERSION)) from None
-            problems.append(f"{peer}: {error}")
+            starts = error.code == Code.UNKNOWN_METHOD
+            problems.append(f"{peer}: it runs, but serves no campaign yet" if starts else _named(peer, error))
         except (PeerUnreachable, WireError) as error:
-            problems.append(f"{peer}: {error}")
+            problems.append(_named(peer, error))
     if len(found) > 1:
         named = ", ".join(serving[0] for _, serving in found.values())
         raise UserError(f"the addresses lead to different campaigns ({named}); give addresses of one campaign")
     if not found:
         advice = "if that peer has just started, try again in a minute; otherwise ask the campaign's owner for the address"
-        raise NobodyAnswers(f"no campaign at the address ({'; '.join(problems)}); {advice}")
+        raise NobodyAnswers(f"no campaign at the address ({'; '.join(problems)})", advice)
     record, serving = next(iter(found.values()))
     return replace(record, blobs=tuple(sizes.items())), serving
+
+
+def _named(peer: str, error: Exception) -> str:
+    """Return the error, with the peer's id once."""
+    return str(error) if peer in str(error) else f"{peer}: {error}"

@@ -156,7 +156,8 @@ def control(
         given = run(give_order([address], key, make))
     accepted = f"{given.accepted} of {given.peers} peers have order {given.control.number}"
     when = "is decided" if order[0] in ("schedule", "require") else "takes effect"
-    words = f"ordered: {given.news or 'as before'}; {accepted}"
+    taken_back = f", instead of {given.revoked}, which had no effect yet" if given.revoked else ""
+    words = f"ordered: {given.news or 'as before'}{taken_back}; {accepted}"
     print(f"{words}; it {when} with the first round committed after round {given.round}")
 
 

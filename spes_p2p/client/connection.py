@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import importlib
 import random
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
@@ -64,13 +64,18 @@ class SwarmConnection:
 
     async def ask_peers(self, method: str, request: bytes, read: Callable[[bytes], Answer]) -> dict[str, Answer]:
         """Return each peer's parsed answer, without peers that do not answer or for whose answer `read` raises ValueError."""
-        contacts, answers = await self.contacts(), dict[str, Answer]()
+        return await self._ask(await self.contacts(), method, request, read)
+
+    async def _ask(
+        self, peers: Iterable[str], method: str, request: bytes, read: Callable[[bytes], Answer]
+    ) -> dict[str, Answer]:
+        answers = dict[str, Answer]()
 
         async def ask(peer: str) -> None:
             with contextlib.suppress(PeerUnreachable, Refused, ValueError):
                 answers[peer] = read(await self.endpoint.ask(peer, method, request, REPLY_TIMEOUT_S))
 
-        await asyncio.gather(*map(ask, contacts))
+        await asyncio.gather(*map(ask, peers))
         return answers
 
     async def statuses(self) -> list[PeerStatus]:
@@ -79,10 +84,12 @@ class SwarmConnection:
         from spes_p2p.messages.methods import STATUS
         from spes_p2p.messages.presence import PeerStatus
 
-        answers = await self.ask_peers(STATUS, b"", PeerStatus.from_bytes)
+        contacts = await self.contacts()
+        answers = await self._ask(contacts, STATUS, b"", PeerStatus.from_bytes)
         found = [status for peer, status in answers.items() if status.peer_id == peer]
         await self.learn_commits({status.peer_id: status.round for status in found})
-        return corrected(found, self.log, self.campaign)
+        newest = await self._newest_order(self.log.last.control, {peer: contacts[peer].control for peer in answers})
+        return corrected(found, self.log, self.campaign, newest)
 
     async def learn_commits(self, claims: Mapping[str, int]) -> None:
         """Bring the log to the newest round that any of these peers proves. `claims`: the last round by peer.
@@ -105,15 +112,21 @@ class SwarmConnection:
 
     async def newest_order(self, known: Control | None) -> Control | None:
         """Return the owner's newest control record, fetched if the registry shows a newer one than `known`."""
+        contacts = await self.contacts()
+        return await self._newest_order(known, {peer: contact.control for peer, contact in contacts.items()})
+
+    async def _newest_order(self, known: Control | None, claims: Mapping[str, int]) -> Control | None:
+        """`claims`: by peer, the number of its newest record. Peers of the last known commit come first."""
         from spes_p2p.consensus.control import is_signed, number_of
         from spes_p2p.messages.codec import WireError, pack, unpack
         from spes_p2p.messages.consensus import ControlRequest, Known
         from spes_p2p.messages.methods import CONTROL
 
-        contacts = await self.contacts()
-        for peer in sorted(contacts, key=lambda peer: -contacts[peer].control):
-            if contacts[peer].control <= number_of(known):
-                break
+        newer = [peer for peer in claims if claims[peer] > number_of(known)]
+        trusted = self.log.last.participants
+        for peer in sorted(newer, key=lambda peer: (peer not in trusted, -claims[peer]))[:ASKED_STRANGERS]:
+            if claims[peer] <= number_of(known):
+                continue
             with contextlib.suppress(PeerUnreachable, Refused, WireError):
                 reply = await self.endpoint.ask(peer, CONTROL, pack(ControlRequest(None)), REPLY_TIMEOUT_S)
                 newest = unpack(Known, reply).newest

@@ -54,6 +54,17 @@ def origin_of(
     return Origin(campaign, round_number, digest, last, newest, totals, tuple(orders))
 
 
+def told_orders(origin: Origin) -> list[tuple[int, str]]:
+    """Return the orders as a person reads them: what ends a pause is called as in `control` and in the log."""
+    told, was_paused = list[tuple[int, str]](), False
+    for number, order in origin.orders:
+        state = order.partition(",")[0]
+        resumed = ["resumed"] if was_paused and state not in ("paused", "stopped") else []
+        told.append((number, ", ".join([*resumed, *([order] if order else [])]) or "as planned"))
+        was_paused = state == "paused"
+    return told
+
+
 def card_files(origin: Origin, dtype: ExportDtype = "fp32") -> dict[str, str]:
     """The card and the same facts for programs, by file name."""
     return {CARD_FILE: model_card(origin, dtype), FACTS_FILE: json.dumps(facts(origin), indent=2, allow_nan=False) + "\n"}
@@ -185,7 +196,7 @@ def _orders(origin: Origin) -> list[str]:
     """Return the section on the owner's orders; empty if there were none."""
     if not origin.orders:
         return []
-    rows = [f"- round {number}: {order or 'as planned'}" for number, order in origin.orders]
+    rows = [f"- round {number}: {order}" for number, order in told_orders(origin)]
     return ["## Orders of the campaign's owner", "",
             "Each order applies from its round on. Token counts include rounds that a rollback discarded.", "",
             *rows, ""]

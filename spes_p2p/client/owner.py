@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from spes_p2p.campaign.orders import CampaignView, MakeControl
+from spes_p2p.campaign.orders import CampaignView, MakeControl, revoked
 from spes_p2p.client.connection import SwarmConnection, connect
 from spes_p2p.config.campaign import CampaignConfig
 from spes_p2p.consensus.commit_log import CommitLog
@@ -32,6 +32,8 @@ class GivenOrder:
     """The newest committed round at that time."""
     news: str
     """What it changes, in words."""
+    revoked: str
+    """The earlier order that it takes back before that took effect, in words; "" for none."""
 
 
 async def give_order(addresses: Sequence[str], key: Path, make: MakeControl) -> GivenOrder:
@@ -49,7 +51,7 @@ async def give_order(addresses: Sequence[str], key: Path, make: MakeControl) -> 
     if not accepted:
         raise UserError(f"{addresses[0]}: no peer accepted the order; check spes-p2p status, then repeat it")
     news = describe_news(control, standing.newest, standing.round)
-    return GivenOrder(control, accepted, len(answers), max(standing.round, 0), news)
+    return GivenOrder(control, accepted, len(answers), max(standing.round, 0), news, revoked(control, standing))
 
 
 def owner_key(path: Path) -> RSAIdentity:
@@ -84,15 +86,14 @@ def _view(log: CommitLog, identity: Identity, config: CampaignConfig, known: Map
     genesis, last = log.genesis, log.last
     told = [each.newest for each in known.values() if each.newest is not None and is_signed(each.newest, genesis, identity)]
     newest = max((*told, last.control), key=number_of)
-    applied = number_of(last.control)
-    if is_stopped(newest) and number_of(newest) <= applied:
+    if is_stopped(newest) and number_of(newest) <= number_of(last.control):
         raise UserError("the campaign is stopped permanently; export its model with spes-p2p export")
-    if newest is not None and newest.number > applied and may_roll_back(newest.rollback, last.round):
+    if newest is not None and newest.number > number_of(last.control) and may_roll_back(newest.rollback, last.round):
         raise UserError(f"the rollback to round {newest.rollback} is still pending; repeat the order after the next round")
     vouched = {*last.helpers, *last.electorate, *(last.members if config.admission == "friends" else ())}
     archived = sorted({kept for peer in vouched & known.keys() for kept in known[peer].archived})
     return CampaignView(
-        genesis.campaign, owner_of(genesis), config, newest, last.round, last.step, tuple(archived), last.excluded, applied
+        genesis.campaign, owner_of(genesis), config, newest, last.round, last.step, tuple(archived), last.excluded, last.control
     )
 
 

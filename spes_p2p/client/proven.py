@@ -8,11 +8,11 @@ from dataclasses import replace
 
 from spes_p2p.config.campaign import Campaign
 from spes_p2p.consensus.commit_log import KEPT_READ, CommitLog
-from spes_p2p.consensus.control import describe
+from spes_p2p.consensus.control import describe, describe_news, number_of
 from spes_p2p.errors import PeerUnreachable, Refused
 from spes_p2p.messages.audits import Audited
 from spes_p2p.messages.codec import WireError, pack
-from spes_p2p.messages.consensus import Commit, CommitsRequest, Decide, Verdict
+from spes_p2p.messages.consensus import Commit, CommitsRequest, Control, Decide, Verdict
 from spes_p2p.messages.fields import LONGEST_WORD
 from spes_p2p.messages.methods import COMMITS
 from spes_p2p.messages.presence import PeerStatus
@@ -42,15 +42,19 @@ async def learn_commits(endpoint: RpcEndpoint, log: CommitLog, peer: str) -> Non
                 return
 
 
-def corrected(statuses: Sequence[PeerStatus], log: CommitLog, campaign: Campaign) -> list[PeerStatus]:
-    """Return the statuses as far as they count.
+def corrected(
+    statuses: Sequence[PeerStatus], log: CommitLog, campaign: Campaign, newest: Control | None = None
+) -> list[PeerStatus]:
+    """Return the statuses as far as they count. `newest`: the owner's newest order, which a commit may not carry yet.
 
     What a peer of the last commits says of round, end, tokens, owners, electors and orders is replaced by what the commit of
     its round says. Peers that no recent commit names, and those that claim a round which no commit proves, keep what concerns
     only themselves. In an open campaign only electors judge others, since all of them are vouched for; an audit counts where a
     commit has its verdict.
     """
-    verdicts = _verdicts(log)
+    verdicts, applied = _verdicts(log), log.last.control
+    is_pending = newest is not None and newest.number > number_of(applied)
+    pending = describe_news(newest, applied, log.round)[:LONGEST_WORD] if newest is not None and is_pending else ""
     known = frozenset[str]().union(*(commit.participants for commit in log.recent(log.round)))
     found = []
     for status in statuses:
@@ -60,7 +64,8 @@ def corrected(statuses: Sequence[PeerStatus], log: CommitLog, campaign: Campaign
             found.append(_bare(status, campaign))
             continue
         judges = campaign.config.admission == "open" and status.peer_id in log.last.electorate
-        status = replace(status, campaign=campaign.config.name, scores=status.scores if judges else {},
+        status = replace(status, campaign=campaign.config.name, min_peers=campaign.config.sync.min_peers, pending=pending,
+                         scores=status.scores if judges else {},
                          audits=tuple(each for each in status.audits if _verdict(status.peer_id, each) in verdicts))
         if status.validation_round > log.round:
             status = replace(status, validation_round=0, validation_loss=float("nan"))
@@ -104,6 +109,7 @@ def _bare(status: PeerStatus, campaign: Campaign) -> PeerStatus:
         campaign=campaign.config.name,
         campaign_hash=campaign.hash,
         total_rounds=campaign.config.total_rounds,
+        min_peers=campaign.config.sync.min_peers,
         protocol=status.protocol,
         stage=status.stage,
         stage_seconds=status.stage_seconds,

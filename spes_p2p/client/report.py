@@ -18,7 +18,7 @@ import yaml
 
 from spes_p2p import __version__
 from spes_p2p.campaign.files import read_run_dir
-from spes_p2p.client.model_card import EVALUATION_COLUMNS, Origin, conditions, origin_of, task_metrics
+from spes_p2p.client.model_card import EVALUATION_COLUMNS, Origin, conditions, origin_of, task_metrics, told_orders
 from spes_p2p.errors import UserError
 from spes_p2p.messages.presence import RoundRecord
 from spes_p2p.observe.events import Controlled, Event, RoundCommitted, TasksEvaluated
@@ -47,7 +47,6 @@ def make_report(run_dir: Path, evaluations: Iterable[Path] = ()) -> str:
     from spes_p2p.client.report_plots import plots  # takes seconds
 
     origin = origin_of(known[0].campaign, records[-1].round, records[-1].base_digest, records)
-    orders = origin.orders
     measured = [event for event in seen if isinstance(event, TasksEvaluated)]
     sections = [
         ("Figures", _table((), _figures(origin, records, _course(seen, origin)))),
@@ -55,7 +54,7 @@ def make_report(run_dir: Path, evaluations: Iterable[Path] = ()) -> str:
         ("Evaluation", _tasks(measured) + "".join(_evaluation(path) for path in evaluations)),
         ("What the model writes", _writing(origin.campaign.config.evaluation.prompts, records)),
         ("Contributors", _contributors(origin)),
-        ("Orders of the owner", _table(("from round", "order"), [(str(at), order or "as planned") for at, order in orders])),
+        ("Orders of the owner", _table(("from round", "order"), [(str(at), order) for at, order in told_orders(origin)])),
         ("Configuration", _configuration(origin)),
         ("Take the model", _commands(run_dir)),
     ]

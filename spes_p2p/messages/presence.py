@@ -150,6 +150,10 @@ class PeerStatus:
     """Its last audits of others, for whom the owner does not vouch."""
     failing: Annotated[dict[Word, Count], MaxLen(MAX_STAGES)] = field(default_factory=dict)
     """Attempts at the next round that did not commit, by reason."""
+    min_peers: Count = 0
+    """Trainers that round 0 waits for."""
+    pending: Word = ""
+    """The owner's orders that no round has applied yet, in words. Who shows statuses reads it in the signed order."""
 
     def to_bytes(self) -> bytes:
         """Return the msgpack that `from_bytes` reads."""

@@ -43,6 +43,9 @@ FORECAST_EVERY_S = 3600.0
 SLOW_LINK_EVERY_S = 3600.0
 """Minimum interval between two remarks about this peer's link."""
 
+LARGE_STEP, REPEATED_ROUNDS = 0.5, 3
+"""A step that is scaled down is worth a warning below this factor, or in so many rounds in a row."""
+
 PEER_ID = re.compile(r"\b(Qm|12D)\w{40,60}\b")
 
 _SOURCES = {"disk": "base {} is in place",  # made just now, or kept from before
@@ -62,6 +65,15 @@ def farewell(status: PeerStatus, records: Iterable[RoundRecord], run_dir: Path) 
         ended = "was stopped by its owner" if status.state == "stopped" else "is done"
         return f"the campaign {ended} · {work} · export it: spes-p2p export --run-dir {run_dir} --output checkpoint"
     return f"left · {work} · to continue, join again with --run-dir {run_dir}"
+
+
+def farewell_of_bootstrap(status: PeerStatus, run_dir: Path) -> str:
+    """Return a bootstrap peer's last line: how to continue, or what is left to do once the campaign is over."""
+    if not gather([status]).done:
+        return f"left · to continue, start it again with --run-dir {run_dir}"
+    ended = "was stopped by its owner" if status.state == "stopped" else "is done"
+    export = f"export it: spes-p2p export --run-dir {run_dir} --output checkpoint"
+    return f"left · the campaign {ended} · {export} · for others to export it from here, start this peer again"
 
 
 @dataclass
@@ -98,6 +110,8 @@ class RoundLog:
         self._clock = clock
         self._spoke_at = clock()
         self._living: frozenset[str] | None = None
+        self._bounded_at, self._bounded = -1, dict[str, int]()
+        """The last round with steps scaled down, and by group for how many rounds in a row."""
         self._complained_at = self._forecast_at = -math.inf
         self._knows_quota = False
         self._slow_rounds = 0
@@ -117,8 +131,19 @@ class RoundLog:
             return  # BaseRestored says that it is complete
         line = self._line(event)
         if line:
-            self._spoke_at = self._clock()
-            logger.log(_LEVELS.get(type(event), logging.INFO), "%s", line, extra={EVENT: event})
+            level = _LEVELS.get(type(event), logging.INFO)
+            if isinstance(event, events.UpdatesClipped) and not self._is_alarming(event):
+                level = logging.DEBUG
+            else:
+                self._spoke_at = self._clock()
+            logger.log(level, "%s", line, extra={EVENT: event})
+
+    def _is_alarming(self, event: events.UpdatesClipped) -> bool:
+        """Whether a member's update stood out, a step by far, or the same one repeatedly: in healthy campaigns steps vary."""
+        before = self._bounded if event.round == self._bounded_at + 1 else {}
+        self._bounded_at, self._bounded = event.round, {name: before.get(name, 0) + 1 for name, _ in event.groups}
+        repeated = any(count >= REPEATED_ROUNDS for count in self._bounded.values())
+        return bool(event.parts) or repeated or any(factor < LARGE_STEP for _, factor in event.groups)
 
     def _line(self, event: Event) -> str | None:
         if isinstance(event, _OF_ROUNDS) and self._caught_up is not None and event.round < self._caught_up.round:
@@ -277,7 +302,7 @@ class RoundLog:
         if event.round == BEFORE_TRAINING:
             upcoming = "next: assembling the swarm"
         elif event.round >= self._board.status.total_rounds:
-            upcoming = "the campaign is done"
+            upcoming = f"the campaign is done{self._serves_on()}"
         elif event.source == "disk":
             upcoming = "asking for the rounds since"
         else:
@@ -312,8 +337,15 @@ class RoundLog:
             remarks.append(f"decided after {counted(self._failing.attempts, 'failed attempt')}")
         self._slept = self._missed_order = False
         parts = self._round(event, caught_up is None) if event.round > 0 else self._assembled(event)
-        left = time_left(self._board.status.seconds_left) if 0 < event.round < self._board.status.total_rounds else ""
+        status = self._board.status
+        left = time_left(status.seconds_left) if 0 < event.round < status.total_rounds else ""
+        if event.round >= status.total_rounds and self._serves_on():
+            left = f"the campaign is over{self._serves_on()}"
         return " · ".join(part for part in (*parts, *remarks, left) if part)
+
+    def _serves_on(self) -> str:
+        """Of a helper after the last round: what it is still there for."""
+        return "; others can export it from this peer until you end it" if self._board.status.role == "helper" else ""
 
     def _round(self, event: RoundCommitted, took_part: bool) -> list[str]:
         status = self._board.status

@@ -5,8 +5,9 @@ from __future__ import annotations
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from spes_p2p.observe.events import DownloadProgress, Event, StateEntered, TrainingProgress
+from spes_p2p.observe.events import DownloadProgress, Event, PeersSeen, StateEntered, TrainingProgress
 from spes_p2p.observe.status import StatusBoard
+from spes_p2p.observe.swarm_status import gather
 from spes_p2p.observe.units import human_rate, percent
 
 DOING = {
@@ -53,18 +54,25 @@ class ProgressLine:
         """Update the line."""
         match event:
             case StateEntered():
-                status = self._board.status
-                has_begun = any(status.owners) or status.campaign_step
-                round_number = min(status.round + 1, status.total_rounds) if has_begun else 0
-                self._progress.reset(
-                    self._task, total=None, description=f"round {round_number} · {DOING.get(event.name, event.name)}", detail=""
-                )
+                self._progress.reset(self._task, total=None, description=self._description(event.name), detail="")
+            case PeersSeen() if self._board.status.stage in ("announcing", "waiting"):
+                self._progress.update(self._task, description=self._description(self._board.status.stage))
             case TrainingProgress():
                 speed = human_rate(event.tokens_per_second)
                 self._bar(event.steps_done, event.steps_planned, f"{percent(event.steps_done, event.steps_planned)} · {speed}")
             case DownloadProgress():
                 self._progress.update(self._task, description=f"downloading {event.what}")
                 self._bar(event.done, event.total, percent(event.done, event.total))
+
+    def _description(self, stage: str) -> str:
+        status = self._board.status
+        has_begun = any(status.owners) or status.campaign_step
+        if stage == "waiting" and gather([status]).done:
+            return "the campaign is over · serving its model"
+        if not has_begun and stage in ("announcing", "waiting") and status.trainers_alive < status.min_peers:
+            return f"waiting for trainers: {status.trainers_alive} of {status.min_peers}"
+        round_number = min(status.round + 1, status.total_rounds) if has_begun else 0
+        return f"round {round_number} · {DOING.get(stage, stage)}"
 
     def _bar(self, done: int, total: int, detail: str) -> None:
         self._progress.update(self._task, completed=done, total=max(1, total), detail=detail)

@@ -71,7 +71,7 @@ class Totals:
 
 
 def totals_of(records: Iterable[RoundRecord]) -> Totals:
-    """Sum the contributions to these rounds, given in their order."""
+    """Sum the contributions to these rounds, given in their order. Who has trained nothing so far contributed nothing."""
     newest, sums, names = -1, dict[str, tuple[int, int]](), dict[str, Named]()
     for record in records:
         newest = max(newest, record.round)
@@ -79,7 +79,7 @@ def totals_of(records: Iterable[RoundRecord]) -> Totals:
         for each in record.contributions:
             tokens, steps = sums.get(each.peer, (0, 0))
             sums[each.peer] = tokens + each.tokens, steps + each.expert_steps
-    return Totals(newest, tuple(Contribution(peer, *sums[peer]) for peer in sorted(sums)), names)
+    return Totals(newest, tuple(Contribution(peer, *sums[peer]) for peer in sorted(sums) if any(sums[peer])), names)
 
 
 def merged(known: RoundRecord | None, other: RoundRecord) -> RoundRecord:

@@ -73,6 +73,10 @@ class SwarmStatus:
     """State set by the owner: running, paused, stopped."""
     control: str
     """Description of the owner's orders; empty if there are none."""
+    min_peers: int
+    """Trainers that round 0 waits for."""
+    pending: str
+    """Description of those that no round has applied yet; empty if there are none."""
     scores: Mapping[str, float]
     """By member, in an open campaign: nats per token by which its experts' last steps lower the held-out loss. The median over
     the vouched trainers that judged; negative: harm."""
@@ -83,6 +87,11 @@ class SwarmStatus:
     def assembled(self) -> bool:
         """Whether round 0 has assigned the experts."""
         return any(self.owners)
+
+    @property
+    def awaits_trainers(self) -> bool:
+        """Whether round 0 waits until more trainers are here."""
+        return not self.assembled and sum(peer.role == "trainer" for peer in self.peers) < self.min_peers
 
     @property
     def majority_missing(self) -> bool:
@@ -96,12 +105,13 @@ class SwarmStatus:
 
     @property
     def done(self) -> bool:
-        """Whether the campaign's last round is committed."""
-        return self.assembled and self.round >= self.total_rounds
+        """Whether the campaign's last round is committed, which may be round 0 if the owner stops it at once."""
+        return self.assembled and (self.round >= self.total_rounds or self.state == "stopped")
 
 
 _OF_ONE_PEER = ("campaign", "campaign_hash", "protocol", "total_rounds", "campaign_step", "total_steps", "total_tokens", "loss",
-                "learning_rate", "merge_alpha", "base_digest", "round_tokens", "owners", "electorate", "state", "control")
+                "learning_rate", "merge_alpha", "base_digest", "round_tokens", "owners", "electorate", "state", "control",
+                "min_peers", "pending")
 """Fields of SwarmStatus that are copied from the best informed leading peer."""
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from types import TracebackType
 
 from rich.console import Console, Group, RenderableType
@@ -40,13 +41,14 @@ def render_status(statuses: Sequence[PeerStatus], notes: Sequence[str] = ()) -> 
     if not statuses:
         return Group(Text("no peer has answered yet", "dim"), *_warnings(notes))
     swarm = gather(statuses)
-    order = [Text(f"ordered by the owner: {swarm.control}", "bold yellow")] if swarm.control else []
+    orders = [f"ordered by the owner: {swarm.control}"] if swarm.control else []
+    orders += [f"ordered by the owner, not in effect yet: {swarm.pending}"] if swarm.pending else []
     last_round = [_last_round(swarm)] if swarm.round > 0 and swarm.round_seconds else []
     return Group(
         _headline(swarm),
         _progress(swarm),
         _losses(swarm),
-        *order,
+        *(Text(order, "bold yellow") for order in orders),
         *last_round,
         Text(),
         _peer_table(swarm),
@@ -64,7 +66,7 @@ def round_line(statuses: Sequence[PeerStatus]) -> str:
 
 def _assembled(swarm: SwarmStatus) -> list[str]:
     if not swarm.assembled:
-        return [f"assembling the swarm: {_trainers(swarm)} so far"]
+        return [f"assembling the swarm: {_trainers_so_far(swarm)}"]
     return [f"swarm assembled: {_trainers(swarm)}", f"{len(swarm.owners)} experts per layer"]
 
 
@@ -95,6 +97,11 @@ def _held_out(swarm: SwarmStatus) -> str:
 
 def _trainers(swarm: SwarmStatus) -> str:
     return counted(sum(status.role == "trainer" for status in swarm.peers), "trainer")
+
+
+def _trainers_so_far(swarm: SwarmStatus) -> str:
+    here = sum(status.role == "trainer" for status in swarm.peers)
+    return f"{f'{here} of ' if here < swarm.min_peers else ''}{counted(max(here, swarm.min_peers), 'trainer')} so far"
 
 
 class SwarmView:
@@ -153,7 +160,7 @@ def _headline(swarm: SwarmStatus) -> Text:
     if swarm.assembled:
         line.append(_when_done(swarm), "bold")
     else:
-        line.append(f"assembling, {_trainers(swarm)} so far", "bold")
+        line.append(f"assembling, {_trainers_so_far(swarm)}", "bold")
     return line
 
 
@@ -198,7 +205,8 @@ def _peer_table(swarm: SwarmStatus) -> Table:
     for name in ("up", "down", "sync"):
         table.add_column(name, justify="right", no_wrap=True)
     for status in swarm.peers:
-        table.add_row(*_peer_row(status, experts))
+        waits = swarm.awaits_trainers and status.stage == "announcing"
+        table.add_row(*_peer_row(replace(status, stage="waiting") if waits else status, experts))
     return table
 
 

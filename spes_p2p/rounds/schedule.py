@@ -52,6 +52,7 @@ def changed(config: CampaignConfig, training: str, where: str) -> CampaignConfig
         raise UserError(f"{where}: a change must be a JSON object of fields of training") from None
     unknown = sorted(set(fields) - set(SCHEDULE_FIELDS))
     if unknown:
-        raise UserError(f"{where}: training.{unknown[0]} cannot be changed; give one of {', '.join(SCHEDULE_FIELDS)}")
+        names = ", ".join(f"training.{name}" for name in unknown)
+        raise UserError(f"{where}: {names} cannot be changed; give one of {', '.join(SCHEDULE_FIELDS)}")
     raw = config.model_dump()
     return parse_campaign_config({**raw, "training": {**raw["training"], **fields}}, where)

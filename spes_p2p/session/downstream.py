@@ -54,8 +54,8 @@ class Evaluations:
             return
         if self._due.is_set() and not self._has_skipped:
             self._has_skipped = True
-            kinds = " and ".join(self._kinds)
-            logger.info("round %d is left out: %s still goes on for an earlier one, %s", event.round, kinds, ONLY_IDLE)
+            why = f"since that of an earlier round still goes on, {ONLY_IDLE}"
+            logger.info("%s: not after round %d, %s", " and ".join(self._kinds), event.round, why)
         self._due.set()
 
     async def run(self, observer: Observer) -> None:

@@ -49,7 +49,7 @@ def observing(
     history = History(peer_id, settings.run_dir)
     status = PeerStatus(
         peer_id=peer_id, role=role, campaign=config.name, campaign_hash=campaign_hash, total_rounds=config.total_rounds,
-        name=settings.name or "", team=settings.team or "", **history.rounds.last_round(),
+        name=settings.name or "", team=settings.team or "", min_peers=config.sync.min_peers, **history.rounds.last_round(),
     )
     board = StatusBoard(status, time.monotonic)
     metrics = Metrics(peer_id, config.name, campaign_hash)

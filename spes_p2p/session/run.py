@@ -28,7 +28,7 @@ from spes_p2p.net.libp2p import FIND_EVERY_S, Libp2p
 from spes_p2p.net.reachability import Reachability, describe
 from spes_p2p.net.rpc import RpcEndpoint
 from spes_p2p.net.tasks import beside
-from spes_p2p.observe.console import farewell
+from spes_p2p.observe.console import farewell, farewell_of_bootstrap
 from spes_p2p.observe.events import Event, Observer
 from spes_p2p.peer.announcing import NOTHING_TO_TRAIN, Capacity
 from spes_p2p.peer.leaving import LeaveRequest
@@ -96,7 +96,7 @@ async def run_bootstrap(
     except NobodyAnswers as error:
         if read_genesis(settings.run_dir) is None:
             raise
-        logger.warning("%s; starting without them", error)
+        logger.warning("%s; starting without them", error.problem)
         async with connected(settings, ()) as (net, _), beside(net.keep_finding(others)):
             await _live_as_bootstrap(net, files, settings, (), on_address, extension)
 
@@ -140,7 +140,7 @@ async def _live_as_bootstrap(
         async with sharing_history(node, observers.history), beside(*around):
             on_address(net.transport.addresses[0])
             await live_on(net, helper.run())
-        logger.info("left · to continue, start it again with --run-dir %s", settings.run_dir)
+        logger.info("%s", farewell_of_bootstrap(observers.board.status, settings.run_dir))
 
 
 def _evaluations(files: CampaignFiles, settings: PeerConfig) -> Evaluations:
@@ -181,7 +181,7 @@ async def run_join(
                 if read_genesis(settings.run_dir) is None:
                     raise
                 if tries % WARN_EVERY_TRIES == 0:
-                    logger.warning("%s; retrying until a peer answers", error)
+                    logger.warning("%s; retrying until a peer answers", error.problem)
                 tries += 1
                 await asyncio.sleep(FIND_EVERY_S)
 
