@@ -164,10 +164,50 @@ def test_a_trainer_that_prepares_is_told_to_pause_before_it_trains(tmp_path: Pat
     assert again.stderr == "waiting for the trainer to join again and train\n"
 
 
+QUOTA = OwnState("paused", 0.0, reason="quota", detail="until midnight: 3.0 MB of 3.0 MB used today (--quota)")
+
+
+def test_resume_says_what_a_trainer_waits_for_that_its_quota_still_pauses(tmp_path: Path) -> None:
+    """The order is gone, the other reason is not."""
+    state = StateFile(tmp_path)
+    state.write(QUOTA)
+    ended = call("resume", str(tmp_path))
+    state.close()
+    assert (ended.code, ended.stdout, ended.stderr) == (0, f"{QUOTA.line}\n", "")
+
+
+def test_pause_answers_when_a_trainer_that_was_paused_already_says_that_the_order_holds(tmp_path: Path) -> None:
+    state = StateFile(tmp_path)
+    state.write(QUOTA)
+    ordered = OwnState("paused", 0.0, reason="user", detail="until you type: spes-p2p resume")
+    with contextlib.closing(state):
+        assert give_pause_order(tmp_path, True, lambda: state.write(ordered)) == ordered
+
+
+def test_a_trainer_that_pauses_does_not_train(tmp_path: Path) -> None:
+    async def run() -> list[tuple[str, str, bool]]:
+        pauses, said = Pauses(make_peer_config(run_dir=tmp_path), ()), []
+        with contextlib.closing(pauses):
+            pauses.begin()
+            for event in (BaseRestored(-1, 0, 50, 0, "d", "disk"), StateEntered("training")):
+                pauses.observe(event)
+            for pause in (False, True):
+                order_pause(tmp_path, pause)
+                with contextlib.suppress(asyncio.TimeoutError):
+                    await asyncio.wait_for(pauses.watch(lambda: None, lambda event: None), 0.2)
+                own = read_own_state(tmp_path)
+                assert own is not None
+                said.append((own.state, own.reason, own.trains))
+        return said
+
+    assert asyncio.run(run()) == [("running", "", True), ("pausing", "user", False)]
+
+
 def test_a_trainer_says_what_it_waits_for_until_it_trains(tmp_path: Path) -> None:
     async def run() -> list[tuple[str, bool]]:
         pauses, said = Pauses(make_peer_config(run_dir=tmp_path), ()), []
-        events = (None, BaseRestored(-1, 0, 50, 0, "d", "disk"), StateEntered("paused"), StateEntered("training"))
+        paused, training = StateEntered("paused"), StateEntered("training")
+        events = (None, BaseRestored(-1, 0, 50, 0, "d", "disk"), paused, training, paused)
         with contextlib.closing(pauses):
             pauses.begin()
             pauses.prepares("getting the newest base")
@@ -184,6 +224,7 @@ def test_a_trainer_says_what_it_waits_for_until_it_trains(tmp_path: Path) -> Non
     assert asyncio.run(run()) == [
         ("preparing: getting the newest base", False), ("running: waiting for a round that gives it work", False),
         ("running: the campaign is paused by its owner", False), ("running", True),
+        ("running: the campaign is paused by its owner", False),
     ]
 
 

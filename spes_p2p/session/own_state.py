@@ -44,7 +44,7 @@ class OwnState:
     detail: str = ""
     """The same for people, with when it goes on. Before it trains: what it waits for; then: when it will pause."""
     trains: bool = False
-    """Whether it has trained since it joined."""
+    """Whether it has trained since it joined, and neither it nor its campaign has been paused since."""
 
     @property
     def is_preparing(self) -> bool:
