@@ -33,7 +33,7 @@ def trainer(tmp_path: Path) -> Iterator[Path]:
     """The run-dir of a trainer that runs, with a round of its work."""
     folder = run_dir(tmp_path / "peer", synthetic_swarm(2, 4, 3).records)
     peer, state = RSAIdentity(folder / "identity.key").peer_id, StateFile(folder)
-    state.write(OwnState("running", 0.0, detail="1.00 GB of 2.00 GB used today"))
+    state.write(OwnState("running", 0.0, detail="1.00 GB of 2.00 GB used today", trains=True))
     history = History(peer, folder)
     history.record(replace(commit(4), contributions=((peer, 1000, 10),), members=(peer,)))
     history.close()

@@ -130,7 +130,7 @@ def test_an_absurd_state_names_no_address_and_nothing_reaches_the_terminal(tmp_p
     with (tmp_path / "own_state.json").open("rb") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         assert read_own_state(tmp_path) == OwnState("running", 0.0)
-    assert OwnState("running", 0.0, detail="\x1b[31m").line == "running: ?[31m"
+    assert OwnState("running", 0.0, detail="\x1b[31m", trains=True).line == "running: ?[31m"
     (tmp_path / "own_state.json").unlink()
     os.mkfifo(tmp_path / "own_state.json")
     with pytest.raises(UserError, match="is no regular file"):
@@ -158,7 +158,7 @@ def test_a_trainer_that_prepares_is_told_to_pause_before_it_trains(tmp_path: Pat
     trains = call("resume", str(tmp_path))
     state.close()
     assert (ended.code, ended.stdout) == (0, "ordered; the trainer is still preparing and pauses before it trains\n")
-    assert (again.code, again.stdout) == (0, "preparing: importing torch; then it trains, as its terminal says\n")
+    assert (again.code, again.stdout) == (0, "preparing: importing torch; it trains after that\n")
     assert (trains.code, trains.stdout) == (0, "running: it trains\n")
     assert (ended.stderr, trains.stderr) == ("", ""), "neither waits"
     assert again.stderr == "waiting for the trainer to join again and train\n"
@@ -222,9 +222,9 @@ def test_a_trainer_says_what_it_waits_for_until_it_trains(tmp_path: Path) -> Non
         return said
 
     assert asyncio.run(run()) == [
-        ("preparing: getting the newest base", False), ("running: waiting for a round that gives it work", False),
-        ("running: the campaign is paused by its owner", False), ("running", True),
-        ("running: the campaign is paused by its owner", False),
+        ("preparing: getting the newest base", False), ("waiting: for a round that gives it work", False),
+        ("waiting: the owner has paused the campaign", False), ("running", True),
+        ("waiting: the owner has paused the campaign", False),
     ]
 
 

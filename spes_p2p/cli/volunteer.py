@@ -196,7 +196,7 @@ def _order_pause(run_dir: Path, pauses: bool, as_json: bool) -> None:
     elif not pauses and state.trains:
         print("running: it trains")
     elif not pauses and not state.reason:
-        print(f"{state.line}; then it trains, as its terminal says")
+        print(f"{state.line}; it trains after that")
     else:
         print(state.line)
 

@@ -54,7 +54,13 @@ class OwnState:
     @property
     def line(self) -> str:
         """For people."""
-        return printable(f"{self.state}: {self.detail}" if self.detail else self.state)
+        return state_line(self.state, self.detail, self.trains)
+
+
+def state_line(state: str, detail: str, trains: bool) -> str:
+    """Return an `OwnState` for people: one that runs and does not train waits."""
+    shown = "waiting" if state == "running" and detail and not trains else state
+    return printable(f"{shown}: {detail}" if detail else shown)
 
 
 _STATE = TypeAdapter(OwnState)

@@ -90,9 +90,9 @@ class Pauses:
         """Observer: learns what the trainer does, and from rounds what the next one takes of the quota."""
         match event:
             case BaseRestored():
-                self._has_base, self._waits_for = True, "waiting for a round that gives it work"
+                self._has_base, self._waits_for = True, "for a round that gives it work"
             case StateEntered("paused"):
-                self._trains, self._waits_for = False, "the campaign is paused by its owner"
+                self._trains, self._waits_for = False, "the owner has paused the campaign"
             case StateEntered("training"):
                 self._trains, self._waits_for = True, ""
         if self._meter is not None:
