@@ -71,6 +71,20 @@ def test_its_page_pauses_and_resumes_it(trainer: Path) -> None:
     with_page(trainer, look)
 
 
+def test_beside_the_button_to_resume_the_page_names_no_command(tmp_path: Path) -> None:
+    folder = run_dir(tmp_path, synthetic_swarm(2, 4, 3).records)
+    RSAIdentity(folder / "identity.key")
+    state = StateFile(folder)
+    state.write(OwnState("paused", 0.0, reason="user", detail="until you type: spes-p2p resume runs/peer"))
+
+    async def look(url: str, own: OwnTrainer, session: aiohttp.ClientSession) -> None:
+        async with session.get(f"{url}view.json") as answer:
+            assert json.loads(await answer.text())["own"]["state"] == "paused"
+
+    with_page(folder, look)
+    state.close()
+
+
 @pytest.mark.parametrize(("number", "share"), [(9, 1000 / 8000), (4, 1000 / 4000), (3, 1000 / 4000)])
 def test_the_share_of_a_trainer_that_is_paused_is_one_of_the_swarms_newest_base(
     trainer: Path, number: int, share: float
