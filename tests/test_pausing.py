@@ -8,6 +8,7 @@ import fcntl
 import json
 import os
 import re
+import signal
 import urllib.request
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
@@ -261,6 +262,19 @@ def test_a_trainer_that_looks_for_its_campaign_can_be_paused_and_leaves_no_trace
     with pytest.raises(NobodyAnswers):
         asyncio.run(run_join([EXAMPLE_ADDRESS], make_peer_config(run_dir=folder), lambda files, own: None))
     assert not folder.exists()
+
+
+def test_a_trainer_that_ends_while_it_is_paused_says_how_to_go_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "own_state.json").touch()
+    order_pause(tmp_path, True)
+    caplog.set_level("INFO")
+
+    def interrupt() -> None:
+        asyncio.get_running_loop().call_soon(os.kill, os.getpid(), signal.SIGTERM)
+
+    settings = make_peer_config(run_dir=tmp_path, identity=tmp_path / "my.key")
+    asyncio.run(run_join([EXAMPLE_ADDRESS], settings, lambda files, own: None, on_paused=interrupt))
+    assert caplog.messages[-1] == f"left · to continue, join again with --run-dir {tmp_path} --identity {tmp_path / 'my.key'}"
 
 
 def test_who_joins_in_a_bootstrap_peers_run_dir_leaves_it_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,7 +28,7 @@ from spes_p2p.net.libp2p import FIND_EVERY_S, Libp2p
 from spes_p2p.net.reachability import Reachability, describe
 from spes_p2p.net.rpc import RpcEndpoint
 from spes_p2p.net.tasks import beside
-from spes_p2p.observe.console import farewell
+from spes_p2p.observe.console import farewell, to_continue
 from spes_p2p.observe.events import Event, Observer
 from spes_p2p.peer.announcing import NOTHING_TO_TRAIN, Capacity
 from spes_p2p.peer.leaving import LeaveRequest
@@ -184,6 +184,7 @@ async def run_join(
                     logger.warning("%s; retrying until a peer answers", error)
                 tries += 1
                 await asyncio.sleep(FIND_EVERY_S)
+        logger.info("left · %s", to_continue(settings.run_dir, settings.identity))
 
 
 async def _join(
@@ -316,4 +317,5 @@ async def _live_as_trainer(
         if peer.finished:
             pauses.ending.make()
         if not pauses.follows:
-            logger.info("%s", farewell(observers.board.status, observers.history.rounds.records, settings.run_dir))
+            records = observers.history.rounds.records
+            logger.info("%s", farewell(observers.board.status, records, settings.run_dir, settings.identity))
