@@ -324,10 +324,13 @@ BAD_COMMANDS: dict[str, tuple[Callable[[Place], list[str]], tuple[str, ...]]] = 
     "invite a nameless helper": (lambda p: invite(p, NOBODY, "--roles", "helper"), ("name the peer with --peer",)),
     "invite a nickname": (lambda p: invite(p, NOBODY, "--peer", "alice"), ("--peer alice: not the whole id of a peer",)),
     "init admission": (lambda p: init_with_text(p, "--admission", "list"), ("admission = 'list'", "'friends'", "'invite'")),
+    "join identity is not there": (
+        lambda p: join(p, "--identity", "no.key"), ("--identity 'no.key': no such file", "or make one with spes-p2p identity")),
     "identity of nothing": (lambda p: ["identity", "--identity", a_file(p)], ("not an identity file",)),
     "name with markup": (
         lambda p: ["join", p.address, "--name", "<b>me</b>"], ("--name = '<b>me</b>'", "letters, digits, spaces", "1 to 24")),
     "team of blanks": (lambda p: ["join", p.address, "--team", "  "], ("--team = '  '", "a letter among them")),
+    "me worth of nothing": (lambda p: ["me", str(p.folder), "--worth"], ("run-dir of your trainer",)),
     "me of nothing": (lambda p: ["me", str(p.folder)], ("not a peer's run-dir", "run-dir of your trainer")),
     "pause nothing": (lambda p: ["pause", p.output], ("output: no trainer has used this folder", "give the run-dir")),
     "resume nothing": (lambda p: ["resume", p.output], ("output: no trainer has used this folder", "give the run-dir")),

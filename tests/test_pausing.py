@@ -277,7 +277,9 @@ def test_a_trainer_that_ends_while_it_is_paused_says_how_to_go_on(tmp_path: Path
     assert caplog.messages[-1] == f"left · to continue, join again with --run-dir {tmp_path} --identity {tmp_path / 'my.key'}"
 
 
-def test_who_joins_in_a_bootstrap_peers_run_dir_leaves_it_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_joins_in_another_peers_run_dir_is_told_and_leaves_it_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     folder = run_dir(tmp_path, [])
     before = sorted(folder.iterdir())
 
@@ -290,6 +292,7 @@ def test_who_joins_in_a_bootstrap_peers_run_dir_leaves_it_as_it_was(tmp_path: Pa
     with pytest.raises(UserError, match="a running peer"):
         asyncio.run(run_join([EXAMPLE_ADDRESS], make_peer_config(run_dir=folder), lambda files, own: None))
     assert sorted(folder.iterdir()) == before
+    assert [message for message in caplog.messages if "used with another identity before" in message] == caplog.messages[:1]
 
 
 def test_a_trainer_that_does_not_run_starts_paused(tmp_path: Path) -> None:

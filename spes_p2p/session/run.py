@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from spes_p2p.campaign.files import CampaignFiles, check_run_dir, fetch_campaign, keep_campaign, read_genesis
+from spes_p2p.campaign.files import CAMPAIGN_FILE, CampaignFiles, check_run_dir, fetch_campaign, keep_campaign, read_genesis
 from spes_p2p.config.addresses import is_loopback, peer_of
 from spes_p2p.config.campaign import PeerConfig
 from spes_p2p.consensus.control import owner_of
@@ -169,6 +169,9 @@ async def run_join(
     """
     if settings.nice:
         asyncio.get_running_loop().set_default_executor(nice_executor(settings.nice))
+    if (settings.run_dir / CAMPAIGN_FILE).exists() and not settings.identity_path.exists():
+        logger.warning("%s: used with another identity before; joining as a new peer (to be the earlier one again, give its "
+                       "--identity)", settings.run_dir)
     pauses, tries = Pauses(settings, addresses, on_paused), 0
     with contextlib.closing(pauses):
         while await pauses.over():
