@@ -21,6 +21,7 @@ from synthetic_swarm import synthetic_swarm
 from spes_p2p.client.dashboard.own import OwnTrainer, require_loopback
 from spes_p2p.client.dashboard.poll import Published
 from spes_p2p.client.dashboard.server import serving
+from spes_p2p.config.addresses import EXAMPLE_ADDRESS
 from spes_p2p.errors import UserError
 from spes_p2p.net.identity import RSAIdentity
 from spes_p2p.net.tasks import beside
@@ -157,9 +158,19 @@ def test_the_page_of_ones_own_trainer_is_for_this_machine_only(host: str) -> Non
 
 
 def test_a_run_dir_in_which_no_trainer_runs_is_refused(tmp_path: Path) -> None:
-    ended = call("dashboard", str(run_dir(tmp_path, synthetic_swarm(2, 4, 3).records)))
-    told = f"error: {tmp_path}: no trainer runs with this run-dir; give the address of a peer\n"
-    assert (ended.code, ended.stderr) == (2, told)
+    folder = str(run_dir(tmp_path, synthetic_swarm(2, 4, 3).records))
+    unused = call("dashboard", folder)
+    state = StateFile(tmp_path)
+    state.write(OwnState("running", 0.0, (EXAMPLE_ADDRESS,)))
+    state.close()
+    used = call("dashboard", folder)
+    (tmp_path / "own_state.json").write_text("{}")
+    unknown = call("dashboard", folder)
+    assert (unused.code, used.code, unknown.code) == (2, 2, 2)
+    assert unused.stderr == f"error: {folder}: no trainer has used this folder; give the run-dir of your trainer\n"
+    again = "no trainer runs with this run-dir; start it with spes-p2p join {} --run-dir {}, or give the address of a peer\n"
+    assert used.stderr == f"error: {folder}: {again.format(EXAMPLE_ADDRESS, folder)}"
+    assert unknown.stderr == f"error: {folder}: {again.format('ADDRESS', folder)}"
 
 
 def test_the_page_waits_for_a_trainer_that_still_prepares(tmp_path: Path) -> None:

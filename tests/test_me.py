@@ -67,7 +67,7 @@ def test_no_round_is_expected_while_the_owner_has_paused_the_campaign() -> None:
 
 
 def test_a_trainer_that_still_prepares_is_told_from_a_wrong_folder(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="not a peer's run-dir"):
+    with pytest.raises(UserError, match="no trainer has used this folder"):
         look_at(tmp_path, tmp_path / "identity.key")
     state = StateFile(tmp_path)
     try:
@@ -129,5 +129,5 @@ def test_a_new_trainer_has_nothing_yet() -> None:
 
 def test_a_bootstrap_peers_run_dir_is_said_to_be_no_trainers(tmp_path: Path) -> None:
     folder = run_dir(tmp_path / "bootstrap", synthetic_swarm(2, 4, 3).records)
-    with pytest.raises(UserError, match=r"no trainer has run here .*; give the run-dir of your trainer"):
+    with pytest.raises(UserError, match="no trainer has used this folder; give the run-dir of your trainer"):
         look_at(folder, folder / "identity.key")

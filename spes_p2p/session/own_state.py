@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import shlex
 import stat
 import time
 from contextlib import suppress
@@ -142,10 +143,32 @@ def is_pause_ordered(run_dir: Path) -> bool:
     return path.is_file() and not path.is_symlink()
 
 
+def require_used(run_dir: Path) -> None:
+    """Raise UserError unless a trainer has used this folder."""
+    if not run_dir.is_dir():
+        raise UserError(f"{run_dir}: no such folder; give the run-dir of your trainer")
+    if not os.path.lexists(run_dir / STATE_FILE):
+        raise UserError(f"{run_dir}: no trainer has used this folder; give the run-dir of your trainer")
+
+
+def require_running(run_dir: Path) -> OwnState:
+    """Return what the trainer with this run-dir says. Raises UserError if none runs, with the command that starts it."""
+    require_used(run_dir)
+    state = read_own_state(run_dir)
+    if state is None:
+        try:
+            said = _STATE.validate_json((run_dir / STATE_FILE).read_bytes()).addresses
+        except (OSError, ValidationError):
+            said = ()
+        addresses = " ".join(said) if said and all(map(is_peer_address, said)) else "ADDRESS"
+        raise UserError(f"{run_dir}: no trainer runs with this run-dir; start it with spes-p2p join {addresses} "
+                        f"--run-dir {shlex.quote(str(run_dir))}, or give the address of a peer")
+    return state
+
+
 def order_pause(run_dir: Path, pauses: bool) -> None:
     """Order the trainer with this run-dir to pause, or to go on. Raises UserError unless a trainer has used it."""
-    if not (run_dir / STATE_FILE).is_file():
-        raise UserError(f"{run_dir}: no trainer has used this folder; give the run-dir of your trainer")
+    require_used(run_dir)
     path = run_dir / ORDER_FILE
     if path.is_symlink() or (path.exists() and (not path.is_file() or path.stat().st_size)):
         raise UserError(f"{path}: was not written by spes-p2p pause; move it away")
