@@ -264,6 +264,15 @@ def test_a_trainer_that_looks_for_its_campaign_can_be_paused_and_leaves_no_trace
     assert not folder.exists()
 
 
+def test_who_joins_in_the_run_dir_of_a_running_trainer_is_refused_before_looking_for_the_campaign(tmp_path: Path) -> None:
+    state = StateFile(tmp_path)
+    state.write(OwnState("running", 0.0))
+    ended = call("join", EXAMPLE_ADDRESS, "--run-dir", str(tmp_path))
+    state.close()
+    told = f"error: {tmp_path}: a running peer uses this run-dir; stop it, or give this one another --run-dir\n"
+    assert (ended.code, ended.stderr) == (2, told)
+
+
 def test_a_trainer_that_ends_while_it_is_paused_says_how_to_go_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "own_state.json").touch()
     order_pause(tmp_path, True)

@@ -127,8 +127,12 @@ def join(
     options.check_invitation(invite)
     options.check_data_folders(data_dir)
     options.check_identity(identity)
+    options.check_checkpoint(checkpoint)
     if context.obj is CHECK_ONLY:
         return
+    from spes_p2p.session.own_state import require_unused
+
+    require_unused(run_dir)
     setup_logging(settings.log_level, log_json)
     logger.info("looking for the campaign at %s", ", ".join(addresses))
     with waiting("joining") as end_waiting:

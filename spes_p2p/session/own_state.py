@@ -100,7 +100,17 @@ class StateFile:
                 return
             time.sleep(LOCK_AGAIN_S)
         file.close()
-        raise UserError(f"{self._path.parent}: a running peer uses this run-dir; stop it, or give this one another --run-dir")
+        raise _in_use(self._path.parent)
+
+
+def _in_use(run_dir: Path) -> UserError:
+    return UserError(f"{run_dir}: a running peer uses this run-dir; stop it, or give this one another --run-dir")
+
+
+def require_unused(run_dir: Path) -> None:
+    """Raise UserError if a trainer runs with this run-dir."""
+    if read_own_state(run_dir) is not None:
+        raise _in_use(run_dir)
 
 
 def read_own_state(run_dir: Path) -> OwnState | None:
