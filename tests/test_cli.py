@@ -324,7 +324,7 @@ BAD_COMMANDS: dict[str, tuple[Callable[[Place], list[str]], tuple[str, ...]]] = 
     "invite a nameless helper": (lambda p: invite(p, NOBODY, "--roles", "helper"), ("name the peer with --peer",)),
     "invite a nickname": (lambda p: invite(p, NOBODY, "--peer", "alice"), ("--peer alice: not the whole id of a peer",)),
     "init admission": (lambda p: init_with_text(p, "--admission", "list"), ("admission = 'list'", "'friends'", "'invite'")),
-    "join from nothing": (lambda p: join(p, "--from", "none"), ("--from none: no such folder; give the folder of",)),
+    "join from nothing": (lambda p: join(p, "--from", "none"), ("--from none: no such checkpoint folder; give that of",)),
     "join identity is not there": (
         lambda p: join(p, "--identity", "no.key"), ("--identity 'no.key': no such file", "or make one with spes-p2p identity")),
     "identity of nothing": (lambda p: ["identity", "--identity", a_file(p)], ("not an identity file",)),

@@ -119,8 +119,8 @@ def remove(name: str) -> list[str]:
     told, run_dir = [f"removed {path}"], _run_dir(text)
     if run_dir is not None and read_own_state(run_dir) is not None:
         starter = "the service did not start it" if stopped else "the service did not start it, or systemd does not answer here"
-        told.append(f"the trainer that runs with {run_dir} goes on ({starter}); to end it: Ctrl-C or kill; to free the machine: "
-                    f"spes-p2p pause {shlex.quote(str(run_dir))}")
+        told.append(f"the trainer that runs with {run_dir} goes on ({starter}); to end it: Ctrl-C or kill; to free the "
+                    f"machine: spes-p2p pause {shlex.quote(str(run_dir))}")
     return told
 
 
