@@ -78,8 +78,8 @@ def check_identity(given: Path | None) -> None:
 def check_checkpoint(given: Path | None) -> None:
     """Raise UserError unless what the `--from` of `join` gives is there."""
     if given is not None and not given.is_dir():
-        raise UserError(f"--from {given}: no such checkpoint folder; give that of the checkpoint that the campaign started from, "
-                        "or leave the option out")
+        raise UserError(f"--from {given}: no such checkpoint folder; give that of the checkpoint that the campaign started "
+                        "from, or leave the option out")
 
 
 def check_invitation(given: str | None) -> None:
