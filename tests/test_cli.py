@@ -331,7 +331,7 @@ BAD_COMMANDS: dict[str, tuple[Callable[[Place], list[str]], tuple[str, ...]]] = 
     "name with markup": (
         lambda p: ["join", p.address, "--name", "<b>me</b>"], ("--name = '<b>me</b>'", "letters, digits, spaces", "1 to 24")),
     "team of blanks": (lambda p: ["join", p.address, "--team", "  "], ("--team = '  '", "a letter among them")),
-    "me worth of nothing": (lambda p: ["me", str(p.folder), "--worth"], ("run-dir of your trainer",)),
+    "me of nothing, its worth": (lambda p: ["me", str(p.folder), "--worth"], ("run-dir of your trainer",)),
     "me of nothing": (lambda p: ["me", str(p.folder)], ("no trainer has used this folder; give the run-dir",)),
     "pause nothing": (lambda p: ["pause", p.output], ("output: no such folder; give the run-dir of your trainer",)),
     "resume nothing": (lambda p: ["resume", p.output], ("output: no such folder; give the run-dir of your trainer",)),
