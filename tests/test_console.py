@@ -420,6 +420,7 @@ def test_a_trainer_that_goes_says_what_came_of_its_work_and_how_to_go_on() -> No
             "export it from here, start this peer again"
         )
     assert "no round includes work of this peer yet" in farewell(left, (), Path("runs/peer"))
+    assert farewell(left, records, Path("runs/peer"), Path("my.key")) == f"left · {work} · {go_on} --identity my.key"
 
 
 def test_a_trainer_whose_line_holds_rounds_up_is_told_after_two_of_them_and_once_an_hour(log: pytest.LogCaptureFixture) -> None:

@@ -746,7 +746,7 @@ def test_a_pardon_is_ordered_once_for_each_exclusion_and_stays_in_later_orders()
 
 
 @pytest.mark.parametrize(("words", "expected"), [
-    ("resume", "the campaign is not paused"),
+    ("resume", "the campaign is not paused; see spes-p2p status with the same address"),
     ("schedule 4 learning_rate=1", "has started; give round 5 or later"),
     ("schedule 4 lr=1 rate=2", "give round 5 or later; and schedule 4: training.lr, training.rate cannot be changed"),
     ("schedule 9 learning_rate=-1", "training.learning_rate = -1: must be greater than 0"),

@@ -321,7 +321,7 @@ def test_a_used_port_is_named() -> None:
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["nonsense"], "is not the address of a peer"),
+        (["nonsense"], "'nonsense': no such folder, and not the address of a peer"),
         ([NOBODY, "--port", "99999"], "--port 99999: must be 0 to 65535"),
         ([NOBODY, "--port", "many"], "--port"),
         ([], "Missing argument"),

@@ -21,6 +21,7 @@ from synthetic_swarm import synthetic_swarm
 from spes_p2p.client.dashboard.own import OwnTrainer, require_loopback
 from spes_p2p.client.dashboard.poll import Published
 from spes_p2p.client.dashboard.server import serving
+from spes_p2p.config.addresses import EXAMPLE_ADDRESS
 from spes_p2p.errors import UserError
 from spes_p2p.net.identity import RSAIdentity
 from spes_p2p.net.tasks import beside
@@ -33,7 +34,7 @@ def trainer(tmp_path: Path) -> Iterator[Path]:
     """The run-dir of a trainer that runs, with a round of its work."""
     folder = run_dir(tmp_path / "peer", synthetic_swarm(2, 4, 3).records)
     peer, state = RSAIdentity(folder / "identity.key").peer_id, StateFile(folder)
-    state.write(OwnState("running", 0.0, detail="1.00 GB of 2.00 GB used today"))
+    state.write(OwnState("running", 0.0, detail="1.00 GB of 2.00 GB used today", trains=True))
     history = History(peer, folder)
     history.record(replace(commit(4), contributions=((peer, 1000, 10),), members=(peer,)))
     history.close()
@@ -69,6 +70,20 @@ def test_its_page_pauses_and_resumes_it(trainer: Path) -> None:
             assert is_pause_ordered(trainer) == pauses
 
     with_page(trainer, look)
+
+
+def test_beside_the_button_to_resume_the_page_names_no_command(tmp_path: Path) -> None:
+    folder = run_dir(tmp_path, synthetic_swarm(2, 4, 3).records)
+    RSAIdentity(folder / "identity.key")
+    state = StateFile(folder)
+    state.write(OwnState("paused", 0.0, reason="user", detail="until you type: spes-p2p resume runs/peer"))
+
+    async def look(url: str, own: OwnTrainer, session: aiohttp.ClientSession) -> None:
+        async with session.get(f"{url}view.json") as answer:
+            assert json.loads(await answer.text())["own"]["state"] == "paused"
+
+    with_page(folder, look)
+    state.close()
 
 
 @pytest.mark.parametrize(("number", "share"), [(9, 1000 / 8000), (4, 1000 / 4000), (3, 1000 / 4000)])
@@ -143,9 +158,19 @@ def test_the_page_of_ones_own_trainer_is_for_this_machine_only(host: str) -> Non
 
 
 def test_a_run_dir_in_which_no_trainer_runs_is_refused(tmp_path: Path) -> None:
-    ended = call("dashboard", str(run_dir(tmp_path, synthetic_swarm(2, 4, 3).records)))
-    told = f"error: {tmp_path}: no trainer runs with this run-dir; give the address of a peer\n"
-    assert (ended.code, ended.stderr) == (2, told)
+    folder = str(run_dir(tmp_path, synthetic_swarm(2, 4, 3).records))
+    unused = call("dashboard", folder)
+    state = StateFile(tmp_path)
+    state.write(OwnState("running", 0.0, (EXAMPLE_ADDRESS,)))
+    state.close()
+    used = call("dashboard", folder)
+    (tmp_path / "own_state.json").write_text("{}")
+    unknown = call("dashboard", folder)
+    assert (unused.code, used.code, unknown.code) == (2, 2, 2)
+    assert unused.stderr == f"error: {folder}: no trainer has used this folder; give the run-dir of your trainer\n"
+    again = "no trainer runs with this run-dir; start it with spes-p2p join {} --run-dir {}, or give the address of a peer\n"
+    assert used.stderr == f"error: {folder}: {again.format(EXAMPLE_ADDRESS, folder)}"
+    assert unknown.stderr == f"error: {folder}: {again.format('ADDRESS', folder)}"
 
 
 def test_the_page_waits_for_a_trainer_that_still_prepares(tmp_path: Path) -> None:

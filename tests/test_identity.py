@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 from hivemind.p2p import PeerID
+from network_swarm import call
 
 from spes_p2p.errors import UserError
 from spes_p2p.net.identity import SESSION_KEY_BYTES, SESSION_SIGNATURE_BYTES, RSAIdentity
@@ -75,3 +76,10 @@ def test_simulated_identities_differ_by_name() -> None:
     assert bob.verify("alice", b"x", alice.sign(b"x"))
     assert not bob.verify("bob", b"x", alice.sign(b"x"))
     assert not bob.verify("alice", b"y", alice.sign(b"x"))
+
+
+def test_the_command_says_when_it_makes_a_key(tmp_path: Path) -> None:
+    key = tmp_path / "my.key"
+    made, found = (call("identity", "--identity", str(key)) for _ in range(2))
+    assert made.stderr == f"{key}: made a new key; it is this peer's identity, so keep it\n"
+    assert (found.stderr, found.stdout) == ("", made.stdout)

@@ -58,12 +58,16 @@ def test_no_round_is_expected_while_the_owner_has_paused_the_campaign() -> None:
     events = [committed(1, 300, 700), committed(2, 300, 700), Controlled(2, 1, "paused")]
     share = own_share(journal(*events), ME, 20, RUNNING, now=122.0)
     assert "round 2/20; its owner has paused the campaign" in render(share)
+    waits = own_share(journal(*events), ME, 20, replace(RUNNING, detail="the owner has paused the campaign"), now=122.0)
+    assert "QmMe · waiting: the owner has paused the campaign\n" in render(waits)
+    forecast = replace(RUNNING, detail="3.0 GB of 20.0 GB used today", trains=True)
+    assert " · running: 3.0 GB of 20.0 GB used today\n" in render(own_share(journal(*events), ME, 20, forecast, now=122.0))
     share = own_share(journal(*events, Controlled(2, 2, "running")), ME, 20, RUNNING, now=112.0)
     assert "round 2/20; the next in about 8.00 s" in render(share)
 
 
 def test_a_trainer_that_still_prepares_is_told_from_a_wrong_folder(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="not a peer's run-dir"):
+    with pytest.raises(UserError, match="no trainer has used this folder"):
         look_at(tmp_path, tmp_path / "identity.key")
     state = StateFile(tmp_path)
     try:
@@ -125,5 +129,5 @@ def test_a_new_trainer_has_nothing_yet() -> None:
 
 def test_a_bootstrap_peers_run_dir_is_said_to_be_no_trainers(tmp_path: Path) -> None:
     folder = run_dir(tmp_path / "bootstrap", synthetic_swarm(2, 4, 3).records)
-    with pytest.raises(UserError, match=r"no trainer has run here .*; give the run-dir of your trainer"):
+    with pytest.raises(UserError, match="no trainer has used this folder; give the run-dir of your trainer"):
         look_at(folder, folder / "identity.key")

@@ -191,6 +191,8 @@ def test_a_quota_that_joining_uses_up_is_refused_and_the_one_that_is_named_suffi
         require_quota(make_peer_config(run_dir=tmp_path, quota=joining + 3 * one_round - 1), files, shelf, one_round)
     enough = parse_bytes_per_day(str(refused.value).partition("; give ")[2].split()[0], "--quota")
     require_quota(make_peer_config(run_dir=tmp_path, quota=enough), files, shelf, one_round)
+    assert "(for joining and about 20 rounds on the first day), or no quota" in str(refused.value)
+    assert enough > joining + 20 * 1.5 * one_round, "rounds of small models take more than is planned"
 
 
 def test_what_joining_takes_is_the_text_that_is_not_here_and_the_rounds_that_were_missed(

@@ -8,6 +8,7 @@ import fcntl
 import json
 import os
 import re
+import signal
 import urllib.request
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
@@ -130,7 +131,7 @@ def test_an_absurd_state_names_no_address_and_nothing_reaches_the_terminal(tmp_p
     with (tmp_path / "own_state.json").open("rb") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         assert read_own_state(tmp_path) == OwnState("running", 0.0)
-    assert OwnState("running", 0.0, detail="\x1b[31m").line == "running: ?[31m"
+    assert OwnState("running", 0.0, detail="\x1b[31m", trains=True).line == "running: ?[31m"
     (tmp_path / "own_state.json").unlink()
     os.mkfifo(tmp_path / "own_state.json")
     with pytest.raises(UserError, match="is no regular file"):
@@ -158,16 +159,56 @@ def test_a_trainer_that_prepares_is_told_to_pause_before_it_trains(tmp_path: Pat
     trains = call("resume", str(tmp_path))
     state.close()
     assert (ended.code, ended.stdout) == (0, "ordered; the trainer is still preparing and pauses before it trains\n")
-    assert (again.code, again.stdout) == (0, "preparing: importing torch; then it trains, as its terminal says\n")
+    assert (again.code, again.stdout) == (0, "preparing: importing torch; it trains after that\n")
     assert (trains.code, trains.stdout) == (0, "running: it trains\n")
     assert (ended.stderr, trains.stderr) == ("", ""), "neither waits"
     assert again.stderr == "waiting for the trainer to join again and train\n"
 
 
+QUOTA = OwnState("paused", 0.0, reason="quota", detail="until midnight: 3.0 MB of 3.0 MB used today (--quota)")
+
+
+def test_resume_says_what_a_trainer_waits_for_that_its_quota_still_pauses(tmp_path: Path) -> None:
+    """The order is gone, the other reason is not."""
+    state = StateFile(tmp_path)
+    state.write(QUOTA)
+    ended = call("resume", str(tmp_path))
+    state.close()
+    assert (ended.code, ended.stdout, ended.stderr) == (0, f"{QUOTA.line}\n", "")
+
+
+def test_pause_answers_when_a_trainer_that_was_paused_already_says_that_the_order_holds(tmp_path: Path) -> None:
+    state = StateFile(tmp_path)
+    state.write(QUOTA)
+    ordered = OwnState("paused", 0.0, reason="user", detail="until you type: spes-p2p resume")
+    with contextlib.closing(state):
+        assert give_pause_order(tmp_path, True, lambda: state.write(ordered)) == ordered
+
+
+def test_a_trainer_that_pauses_does_not_train(tmp_path: Path) -> None:
+    async def run() -> list[tuple[str, str, bool]]:
+        pauses, said = Pauses(make_peer_config(run_dir=tmp_path), ()), []
+        with contextlib.closing(pauses):
+            pauses.begin()
+            for event in (BaseRestored(-1, 0, 50, 0, "d", "disk"), StateEntered("training")):
+                pauses.observe(event)
+            for pause in (False, True):
+                order_pause(tmp_path, pause)
+                with contextlib.suppress(asyncio.TimeoutError):
+                    await asyncio.wait_for(pauses.watch(lambda: None, lambda event: None), 0.2)
+                own = read_own_state(tmp_path)
+                assert own is not None
+                said.append((own.state, own.reason, own.trains))
+        return said
+
+    assert asyncio.run(run()) == [("running", "", True), ("pausing", "user", False)]
+
+
 def test_a_trainer_says_what_it_waits_for_until_it_trains(tmp_path: Path) -> None:
     async def run() -> list[tuple[str, bool]]:
         pauses, said = Pauses(make_peer_config(run_dir=tmp_path), ()), []
-        events = (None, BaseRestored(-1, 0, 50, 0, "d", "disk"), StateEntered("paused"), StateEntered("training"))
+        paused, training = StateEntered("paused"), StateEntered("training")
+        events = (None, BaseRestored(-1, 0, 50, 0, "d", "disk"), paused, training, paused)
         with contextlib.closing(pauses):
             pauses.begin()
             pauses.prepares("getting the newest base")
@@ -182,8 +223,9 @@ def test_a_trainer_says_what_it_waits_for_until_it_trains(tmp_path: Path) -> Non
         return said
 
     assert asyncio.run(run()) == [
-        ("preparing: getting the newest base", False), ("running: waiting for a round that gives it work", False),
-        ("running: the campaign is paused by its owner", False), ("running", True),
+        ("preparing: getting the newest base", False), ("waiting: for a round that gives it work", False),
+        ("waiting: the owner has paused the campaign", False), ("running", True),
+        ("waiting: the owner has paused the campaign", False),
     ]
 
 
@@ -222,7 +264,31 @@ def test_a_trainer_that_looks_for_its_campaign_can_be_paused_and_leaves_no_trace
     assert not folder.exists()
 
 
-def test_who_joins_in_a_bootstrap_peers_run_dir_leaves_it_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_joins_in_the_run_dir_of_a_running_trainer_is_refused_before_looking_for_the_campaign(tmp_path: Path) -> None:
+    state = StateFile(tmp_path)
+    state.write(OwnState("running", 0.0))
+    ended = call("join", EXAMPLE_ADDRESS, "--run-dir", str(tmp_path))
+    state.close()
+    told = f"error: {tmp_path}: a running peer uses this run-dir; stop it, or give this one another --run-dir\n"
+    assert (ended.code, ended.stderr) == (2, told)
+
+
+def test_a_trainer_that_ends_while_it_is_paused_says_how_to_go_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "own_state.json").touch()
+    order_pause(tmp_path, True)
+    caplog.set_level("INFO")
+
+    def interrupt() -> None:
+        asyncio.get_running_loop().call_soon(os.kill, os.getpid(), signal.SIGTERM)
+
+    settings = make_peer_config(run_dir=tmp_path, identity=tmp_path / "my.key")
+    asyncio.run(run_join([EXAMPLE_ADDRESS], settings, lambda files, own: None, on_paused=interrupt))
+    assert caplog.messages[-1] == f"left · to continue, join again with --run-dir {tmp_path} --identity {tmp_path / 'my.key'}"
+
+
+def test_who_joins_in_another_peers_run_dir_is_told_and_leaves_it_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     folder = run_dir(tmp_path, [])
     before = sorted(folder.iterdir())
 
@@ -235,6 +301,7 @@ def test_who_joins_in_a_bootstrap_peers_run_dir_leaves_it_as_it_was(tmp_path: Pa
     with pytest.raises(UserError, match="a running peer"):
         asyncio.run(run_join([EXAMPLE_ADDRESS], make_peer_config(run_dir=folder), lambda files, own: None))
     assert sorted(folder.iterdir()) == before
+    assert [message for message in caplog.messages if "used with another identity before" in message] == caplog.messages[:1]
 
 
 def test_a_trainer_that_does_not_run_starts_paused(tmp_path: Path) -> None:

@@ -100,12 +100,17 @@ def test_without_systemd_the_unit_is_written_and_the_rest_is_said(home: Path) ->
     assert "not installed; systemd does not answer" in call("service", "status").stdout
 
 
-def test_without_systemd_a_trainer_that_runs_on_is_told_when_its_unit_is_removed(home: Path) -> None:
+@pytest.mark.parametrize(("answers", "why"), [
+    (False, "the service did not start it, or systemd does not answer here"), (True, "the service did not start it"),
+])
+def test_a_trainer_that_runs_on_is_told_when_its_unit_is_removed(answers: bool, why: str, home: Path) -> None:
+    if answers:
+        program(home, "systemctl", "exit 0\n")
     call("service", "install", "--", EXAMPLE_ADDRESS, "--run-dir", "runs/100% mine")
     state = StateFile(home / "runs/100% mine")
     state.write(OwnState("running", 0.0))
     _, told = call("service", "remove").stdout.splitlines()
-    assert told.startswith(f"systemd does not answer, and the trainer with {home}/runs/100% mine runs on: ")
+    assert told.startswith(f"the trainer that runs with {home}/runs/100% mine goes on ({why}); to end it: Ctrl-C or kill; ")
     assert told.endswith(f"spes-p2p pause '{home}/runs/100% mine'")
     state.close()
 

@@ -145,7 +145,7 @@ def pause(view: CampaignView) -> Control:
 def resume(view: CampaignView) -> Control:
     """Continue after a pause, or cancel a stop that no round has applied yet."""
     if _state(view) == "running":
-        raise UserError("resume: the campaign is not paused; see spes-p2p status")
+        raise UserError("resume: the campaign is not paused; see spes-p2p status with the same address")
     return _next(view, "running")
 
 

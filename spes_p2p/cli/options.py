@@ -68,6 +68,20 @@ def check_data_folders(folders: Sequence[Path] | None) -> None:
             raise UserError(f"--data-dir {folder}: no such folder; give a folder with token files, or leave the option out")
 
 
+def check_identity(given: Path | None) -> None:
+    """Raise UserError unless what --identity gives is there: with a misspelt file a volunteer would join as somebody else."""
+    if given is not None and not given.exists():
+        raise UserError(f"--identity {str(given)!r}: no such file; give your peer's key, or make one with spes-p2p identity "
+                        "and the same option")
+
+
+def check_checkpoint(given: Path | None) -> None:
+    """Raise UserError unless what the `--from` of `join` gives is there."""
+    if given is not None and not given.is_dir():
+        raise UserError(f"--from {given}: no such checkpoint folder; give that of the checkpoint that the campaign started "
+                        "from, or leave the option out")
+
+
 def check_invitation(given: str | None) -> None:
     """Raise UserError unless what --invite gives can be read."""
     from spes_p2p.campaign.invitations import read_option

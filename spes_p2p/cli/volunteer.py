@@ -126,8 +126,13 @@ def join(
     )
     options.check_invitation(invite)
     options.check_data_folders(data_dir)
+    options.check_identity(identity)
+    options.check_checkpoint(checkpoint)
     if context.obj is CHECK_ONLY:
         return
+    from spes_p2p.session.own_state import require_unused
+
+    require_unused(run_dir)
     setup_logging(settings.log_level, log_json)
     logger.info("looking for the campaign at %s", ", ".join(addresses))
     with waiting("joining") as end_waiting:
@@ -165,13 +170,12 @@ def me(
     from spes_p2p.observe.json_values import to_json
 
     key = identity or run_dir / "identity.key"
+    found = look_at(run_dir, key)
     if worth:
         for_what = "measuring the loss without your experts"
         say_waiting(f"{for_what}, at the lowest priority")
         with ProgressBar(for_what, "loading the model, at the lowest priority") as update:
             found = look_at_worth(run_dir, key, data_dir or (), update)
-    else:
-        found = look_at(run_dir, key)
     if found.state == "paused":
         setup_logging("warning", False)
         with waiting("asking the swarm how far it is"):
@@ -196,7 +200,7 @@ def _order_pause(run_dir: Path, pauses: bool, as_json: bool) -> None:
     elif not pauses and state.trains:
         print("running: it trains")
     elif not pauses and not state.reason:
-        print(f"{state.line}; then it trains, as its terminal says")
+        print(f"{state.line}; it trains after that")
     else:
         print(state.line)
 
@@ -206,7 +210,12 @@ def identity(run_dir: options.RunDir = Path("runs/peer"), identity: options.Iden
     from spes_p2p.config.campaign import make_peer_config
     from spes_p2p.net.identity import RSAIdentity
 
-    print(RSAIdentity(make_peer_config(run_dir=run_dir, identity=identity).identity_path).peer_id)
+    path = make_peer_config(run_dir=run_dir, identity=identity).identity_path
+    is_new = not path.exists()
+    peer_id = RSAIdentity(path).peer_id
+    if is_new:
+        typer.echo(f"{path}: made a new key; it is this peer's identity, so keep it", err=True)
+    print(peer_id)
 
 
 def _number_or_word(text: str | None) -> int | str | None:

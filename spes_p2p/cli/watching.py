@@ -11,7 +11,7 @@ import typer
 
 from spes_p2p.cli import options
 from spes_p2p.cli.terminal import run, say_waiting, waiting
-from spes_p2p.config.addresses import check_peer_addresses, check_webhook
+from spes_p2p.config.addresses import EXAMPLE_ADDRESS, check_peer_addresses, check_webhook
 from spes_p2p.errors import UserError
 from spes_p2p.observe.log import setup_logging
 from spes_p2p.storage.files import require_place, write_whole
@@ -134,10 +134,10 @@ def _own_or_addresses(targets: list[str]) -> tuple[OwnState | None, list[str]]:
     """Return the state of the running trainer with this run-dir, if one is given, and addresses of its swarm."""
     run_dir = Path(targets[0])
     if not run_dir.is_dir():
+        if len(targets) == 1 and not targets[0].startswith(("/ip4/", "/ip6/", "/dns")):
+            raise UserError(f"'{targets[0]}': no such folder, and not the address of a peer; example: {EXAMPLE_ADDRESS}")
         return None, options.checked_peers(targets) or []
-    from spes_p2p.session.own_state import read_own_state
+    from spes_p2p.session.own_state import require_running
 
-    own = read_own_state(run_dir)
-    if own is None:
-        raise UserError(f"{run_dir}: no trainer runs with this run-dir; give the address of a peer")
+    own = require_running(run_dir)
     return own, list(own.addresses)

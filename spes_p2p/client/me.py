@@ -26,7 +26,7 @@ from spes_p2p.observe.history import HISTORY_FILE, read_journal
 from spes_p2p.observe.swarm_status import gather
 from spes_p2p.observe.units import human_count, human_indices, human_loss, human_seconds, short_peer
 from spes_p2p.session.apart import Progress
-from spes_p2p.session.own_state import STATE_FILE, OwnState, read_own_state
+from spes_p2p.session.own_state import OwnState, read_own_state, require_used, state_line
 
 PACE_ROUNDS = 8
 """The next round is expected at the median pace of this many rounds."""
@@ -67,6 +67,8 @@ class OwnShare:
     """Experts that were its own after the last round in its journal, also when it does not run."""
     campaign_state: str
     """By the owner's last order in its journal: running, paused, stopped."""
+    trains: bool = False
+    """Whether it trains; one that runs may wait."""
     worth: Worth | None = None
     """None: not measured."""
 
@@ -110,6 +112,7 @@ def own_share(
         next_round_s=_next_round_s(list(commit_times.values()), now) if goes_on else math.nan,
         owned=owned,
         campaign_state=campaign_state,
+        trains=state is not None and state.trains,
     )
 
 
@@ -125,15 +128,12 @@ def look_at(run_dir: Path, identity: Path) -> OwnShare:
 
     Raises StillPreparing, and UserError if it is not a trainer's run-dir.
     """
+    require_used(run_dir)
     state, known = read_own_state(run_dir), read_run_dir(run_dir)
     if known is None and state is not None and state.is_preparing:
         raise StillPreparing(f"{run_dir}: the trainer is still preparing; try again in a minute")
-    if known is None and (run_dir / STATE_FILE).exists():
-        raise UserError(f"{run_dir}: the trainer ended or paused before it had its campaign; start it again, or resume it")
     if known is None:
-        raise UserError(f"{run_dir}: not a peer's run-dir (it contains no campaign); give the run-dir of your trainer")
-    if not (run_dir / STATE_FILE).exists():
-        raise UserError(f"{run_dir}: no trainer has run here (bootstrap peers do not train); give the run-dir of your trainer")
+        raise UserError(f"{run_dir}: the trainer ended or paused before it had its campaign; start it again, or resume it")
     if not identity.exists():
         raise UserError(f"{identity}: no such file; give the --identity with which the trainer joined")
     peer_id, planned = RSAIdentity(identity).peer_id, known[0].campaign.config.total_rounds
@@ -176,10 +176,9 @@ def render(share: OwnShare) -> str:
     when = f"in about {human_seconds(share.next_round_s)}" if share.next_round_s else "is due"
     coming = f"; the next {when}" if math.isfinite(share.next_round_s) else ""
     coming = coming if share.campaign_state == "running" else f"; its owner has {share.campaign_state} the campaign"
-    state = f"{share.state}: {share.detail}" if share.detail else share.state
     worth = share.worth
     return "\n".join([
-        f"{short_peer(share.peer_id)} · {state}",
+        f"{short_peer(share.peer_id)} · {state_line(share.state, share.detail, share.trains)}",
         f"  tokens   {human_count(share.tokens)} trained here are in the model{of_all}",
         f"  rounds   work of this trainer in {share.rounds}; the base is of round {share.round}/{share.total_rounds}{coming}",
         f"  experts  {human_indices(share.experts)} now; {human_count(share.expert_steps)} steps of experts in all",

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from spes_p2p.errors import Broken
-from spes_p2p.session.own_state import PREPARING, OwnState, order_pause, read_own_state
+from spes_p2p.session.own_state import OwnState, order_pause, read_own_state
 
 OBEYS_WITHIN_S = 60.0
 """Bounds how long a command waits until the trainer has finished its step and has left."""
@@ -26,7 +26,7 @@ def give_pause_order(run_dir: Path, pauses: bool, on_wait: Callable[[], None] = 
     deadline, is_first = time.monotonic() + OBEYS_WITHIN_S, True
     while True:
         state = read_own_state(run_dir)
-        obeys = state is None or (state.state in (PREPARING, "paused") if pauses else state.reason != "user")
+        obeys = state is None or (_is_paused_by_order(state) if pauses else state.reason != "user")
         is_late = time.monotonic() > deadline
         if obeys and (pauses or is_late or state is None or state.trains or state.reason):
             return state
@@ -38,3 +38,8 @@ def give_pause_order(run_dir: Path, pauses: bool, on_wait: Callable[[], None] = 
             told = f"{run_dir}: the trainer was ordered to {order} and has not done so after {OBEYS_WITHIN_S:g} s"
             raise Broken(f"{told}; it does after what it is busy with, unless it hangs")
         time.sleep(LOOK_EVERY_S)
+
+
+def _is_paused_by_order(state: OwnState) -> bool:
+    """Return whether it is paused and says that the order is why, or prepares and looks for orders later."""
+    return state.is_preparing or (state.state, state.reason) == ("paused", "user")

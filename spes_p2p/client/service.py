@@ -117,9 +117,10 @@ def remove(name: str) -> list[str]:
     path.unlink()
     _systemctl("daemon-reload")
     told, run_dir = [f"removed {path}"], _run_dir(text)
-    if not stopped and run_dir is not None and read_own_state(run_dir) is not None:
-        told.append(f"systemd does not answer, and the trainer with {run_dir} runs on: end it with Ctrl-C or kill, or free the "
-                    f"machine with spes-p2p pause {shlex.quote(str(run_dir))}")
+    if run_dir is not None and read_own_state(run_dir) is not None:
+        starter = "the service did not start it" if stopped else "the service did not start it, or systemd does not answer here"
+        told.append(f"the trainer that runs with {run_dir} goes on ({starter}); to end it: Ctrl-C or kill; to free the "
+                    f"machine: spes-p2p pause {shlex.quote(str(run_dir))}")
     return told
 
 

@@ -57,14 +57,19 @@ _OF_ROUNDS = (events.Evaluated, events.UpdatesClipped, events.StepsRejected, eve
 """Events of a committed round that are no news once later rounds are decided."""
 
 
-def farewell(status: PeerStatus, records: Iterable[RoundRecord], run_dir: Path) -> str:
+def to_continue(run_dir: Path, identity: Path | None) -> str:
+    """Say how a trainer goes on after it left; `identity`: as given to `join`."""
+    return f"to continue, join again with --run-dir {run_dir}" + (f" --identity {identity}" if identity else "")
+
+
+def farewell(status: PeerStatus, records: Iterable[RoundRecord], run_dir: Path, identity: Path | None = None) -> str:
     """Return a trainer's last line: its contribution according to `records`, and how to continue."""
     own = sum(each.tokens for record in records for each in record.contributions if each.peer == status.peer_id)
     work = f"{human_count(own)} tokens trained here are in the base" if own else "no round includes work of this peer yet"
     if gather([status]).done:
         ended = "was stopped by its owner" if status.state == "stopped" else "is done"
         return f"the campaign {ended} · {work} · export it: spes-p2p export --run-dir {run_dir} --output checkpoint"
-    return f"left · {work} · to continue, join again with --run-dir {run_dir}"
+    return f"left · {work} · {to_continue(run_dir, identity)}"
 
 
 def farewell_of_bootstrap(status: PeerStatus, run_dir: Path) -> str:

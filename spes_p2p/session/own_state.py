@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import shlex
 import stat
 import time
 from contextlib import suppress
@@ -44,7 +45,7 @@ class OwnState:
     detail: str = ""
     """The same for people, with when it goes on. Before it trains: what it waits for; then: when it will pause."""
     trains: bool = False
-    """Whether it has trained since it joined."""
+    """Whether it has trained since it joined, and neither it nor its campaign has been paused since."""
 
     @property
     def is_preparing(self) -> bool:
@@ -54,7 +55,13 @@ class OwnState:
     @property
     def line(self) -> str:
         """For people."""
-        return printable(f"{self.state}: {self.detail}" if self.detail else self.state)
+        return state_line(self.state, self.detail, self.trains)
+
+
+def state_line(state: str, detail: str, trains: bool) -> str:
+    """Return an `OwnState` for people: one that runs and does not train waits."""
+    shown = "waiting" if state == "running" and detail and not trains else state
+    return printable(f"{shown}: {detail}" if detail else shown)
 
 
 _STATE = TypeAdapter(OwnState)
@@ -93,7 +100,17 @@ class StateFile:
                 return
             time.sleep(LOCK_AGAIN_S)
         file.close()
-        raise UserError(f"{self._path.parent}: a running peer uses this run-dir; stop it, or give this one another --run-dir")
+        raise _in_use(self._path.parent)
+
+
+def _in_use(run_dir: Path) -> UserError:
+    return UserError(f"{run_dir}: a running peer uses this run-dir; stop it, or give this one another --run-dir")
+
+
+def require_unused(run_dir: Path) -> None:
+    """Raise UserError if a trainer runs with this run-dir."""
+    if read_own_state(run_dir) is not None:
+        raise _in_use(run_dir)
 
 
 def read_own_state(run_dir: Path) -> OwnState | None:
@@ -136,10 +153,32 @@ def is_pause_ordered(run_dir: Path) -> bool:
     return path.is_file() and not path.is_symlink()
 
 
+def require_used(run_dir: Path) -> None:
+    """Raise UserError unless a trainer has used this folder."""
+    if not run_dir.is_dir():
+        raise UserError(f"{run_dir}: no such folder; give the run-dir of your trainer")
+    if not os.path.lexists(run_dir / STATE_FILE):
+        raise UserError(f"{run_dir}: no trainer has used this folder; give the run-dir of your trainer")
+
+
+def require_running(run_dir: Path) -> OwnState:
+    """Return what the trainer with this run-dir says. Raises UserError if none runs, with the command that starts it."""
+    require_used(run_dir)
+    state = read_own_state(run_dir)
+    if state is None:
+        try:
+            said = _STATE.validate_json((run_dir / STATE_FILE).read_bytes()).addresses
+        except (OSError, ValidationError):
+            said = ()
+        addresses = " ".join(said) if said and all(map(is_peer_address, said)) else "ADDRESS"
+        raise UserError(f"{run_dir}: no trainer runs with this run-dir; start it with spes-p2p join {addresses} "
+                        f"--run-dir {shlex.quote(str(run_dir))}, or give the address of a peer")
+    return state
+
+
 def order_pause(run_dir: Path, pauses: bool) -> None:
     """Order the trainer with this run-dir to pause, or to go on. Raises UserError unless a trainer has used it."""
-    if not (run_dir / STATE_FILE).is_file():
-        raise UserError(f"{run_dir}: no trainer has used this folder; give the run-dir of your trainer")
+    require_used(run_dir)
     path = run_dir / ORDER_FILE
     if path.is_symlink() or (path.exists() and (not path.is_file() or path.stat().st_size)):
         raise UserError(f"{path}: was not written by spes-p2p pause; move it away")

@@ -90,9 +90,9 @@ class Pauses:
         """Observer: learns what the trainer does, and from rounds what the next one takes of the quota."""
         match event:
             case BaseRestored():
-                self._has_base, self._waits_for = True, "waiting for a round that gives it work"
+                self._has_base, self._waits_for = True, "for a round that gives it work"
             case StateEntered("paused"):
-                self._waits_for = "the campaign is paused by its owner"
+                self._trains, self._waits_for = False, "the owner has paused the campaign"
             case StateEntered("training"):
                 self._trains, self._waits_for = True, ""
         if self._meter is not None:
@@ -179,7 +179,7 @@ class Pauses:
         else:
             forecast = self._forecast()
             reason, detail = "", self._waits_for or (forecast.line if forecast else "")
-        said = OwnState(state, 0.0, self._addresses, reason, detail, self._trains)
+        said = OwnState(state, 0.0, self._addresses, reason, detail, self._trains and self.pause is None)
         if self._said != said:
             self._said = said
             self._file.write(replace(said, since=self._wall_time()))

@@ -28,8 +28,10 @@ from spes_p2p.rounds.results import KEPT_ROUNDS
 from spes_p2p.session.traffic import HEADERS
 from spes_p2p.training.options import TrainingOptions, check_options
 
-LEAST_ROUNDS = 3
-"""Rounds that a day's quota has to suffice for beside joining. Small models' rounds take half as much again as planned."""
+LEAST_ROUNDS, WORTH_ROUNDS = 3, 20
+"""Rounds that a day's quota has to suffice for beside joining, and those that the quota named as enough buys."""
+MORE_THAN_PLANNED = 1.5
+"""Rounds of small models take this many times what is planned."""
 
 
 @dataclass(frozen=True)
@@ -155,11 +157,13 @@ def require_quota(settings: PeerConfig, files: CampaignFiles, shelf: TokenShelf,
     """Raise UserError for a quota that a first start uses up: the trainer would never train."""
     joining = join_bytes(files, shelf, round_bytes)
     needed = joining + LEAST_ROUNDS * round_bytes
-    enough = human_bytes(1.01 * needed).replace(" ", "")
+    worth = joining + WORTH_ROUNDS * MORE_THAN_PLANNED * round_bytes
+    enough = human_bytes(1.01 * worth).replace(" ", "")
     if settings.quota is not None and settings.quota < needed:
         raise UserError(f"--quota {human_bytes(settings.quota)}/day: does not suffice to join, which takes about "
                         f"{human_bytes(joining)} for the model, text and the rounds meanwhile, and for rounds of about "
-                        f"{human_bytes(round_bytes)}; give {enough}/day or more, or no quota")
+                        f"{human_bytes(round_bytes)}; give {enough}/day or more (for joining and about "
+                        f"{WORTH_ROUNDS} rounds on the first day), or no quota")
 
 
 def _has_room(device: Device, needed: HostBytes, choice: Choice) -> bool:

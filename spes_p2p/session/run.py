@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from spes_p2p.campaign.files import CampaignFiles, check_run_dir, fetch_campaign, keep_campaign, read_genesis
+from spes_p2p.campaign.files import CAMPAIGN_FILE, CampaignFiles, check_run_dir, fetch_campaign, keep_campaign, read_genesis
 from spes_p2p.config.addresses import is_loopback, peer_of
 from spes_p2p.config.campaign import PeerConfig
 from spes_p2p.consensus.control import owner_of
@@ -28,7 +28,7 @@ from spes_p2p.net.libp2p import FIND_EVERY_S, Libp2p
 from spes_p2p.net.reachability import Reachability, describe
 from spes_p2p.net.rpc import RpcEndpoint
 from spes_p2p.net.tasks import beside
-from spes_p2p.observe.console import farewell, farewell_of_bootstrap
+from spes_p2p.observe.console import farewell, farewell_of_bootstrap, to_continue
 from spes_p2p.observe.events import Event, Observer
 from spes_p2p.peer.announcing import NOTHING_TO_TRAIN, Capacity
 from spes_p2p.peer.leaving import LeaveRequest
@@ -169,6 +169,9 @@ async def run_join(
     """
     if settings.nice:
         asyncio.get_running_loop().set_default_executor(nice_executor(settings.nice))
+    if (settings.run_dir / CAMPAIGN_FILE).exists() and not settings.identity_path.exists():
+        logger.warning("%s: used with another identity before; joining as a new peer (to be the earlier one again, give its "
+                       "--identity)", settings.run_dir)
     pauses, tries = Pauses(settings, addresses, on_paused), 0
     with contextlib.closing(pauses):
         while await pauses.over():
@@ -184,6 +187,7 @@ async def run_join(
                     logger.warning("%s; retrying until a peer answers", error.problem)
                 tries += 1
                 await asyncio.sleep(FIND_EVERY_S)
+        logger.info("left · %s", to_continue(settings.run_dir, settings.identity))
 
 
 async def _join(
@@ -316,4 +320,5 @@ async def _live_as_trainer(
         if peer.finished:
             pauses.ending.make()
         if not pauses.follows:
-            logger.info("%s", farewell(observers.board.status, observers.history.rounds.records, settings.run_dir))
+            records = observers.history.rounds.records
+            logger.info("%s", farewell(observers.board.status, records, settings.run_dir, settings.identity))

@@ -91,6 +91,8 @@ class OwnTrainer:
         if (size, state) != self._read_at:
             self._read_at, self._share = (size, state), look_at(self._run_dir, self._identity)
         line, pauses = state.line if state else "not running", is_pause_ordered(self._run_dir)
+        if state is not None and state.reason == "user":
+            line = state.state  # the button to resume stands beside it, so no command is needed
         return {"state": line, "pauses": pauses, "share": self._share_of(published)}
 
     def _share_of(self, published: Published) -> dict[str, Any]:
