@@ -280,7 +280,10 @@ def test_moments_and_pending_work_are_rounded_to_8_bits_and_nothing_else_changes
     np.testing.assert_array_equal(trainer.read(LAYOUT.group("shared")), 0.5)
     exact = np.array([0.0, 1.0, -1.5, 2.0**100], np.float32)
     np.testing.assert_array_equal(from_bf16(to_bf16(exact)), exact)
-    for wrong in ({"exp_avg/a": values * np.nan}, {"exp_avg_sq/a": -np.abs(values)}):
+    for wrong in (
+        {"exp_avg/a": values * np.nan}, {"exp_avg_sq/a": -np.abs(values)}, {"exp_avg/a": np.ones(3, np.int64)},
+        {"step/a": np.array(-1.0, np.float32)},
+    ):
         with pytest.raises(ValueError, match="no training"):
             read_moments(written(wrong))
 
@@ -303,6 +306,9 @@ def test_moments_that_no_training_leaves_are_not_plausible() -> None:
     forged = {"exp_avg/a": np.float32(3) * usual["exp_avg/a"]}
     assert not are_plausible({**usual, **forged}, after, 0.5), "it would move on by itself"
     assert not are_plausible({"exp_avg/a": usual["exp_avg/a"], "exp_avg_sq/a": np.zeros(50, np.float32)}, after, 0.5)
+    for shape in ((50, 1), (3,)):
+        other = {"exp_avg_sq/a": np.ones(shape, np.float32)}
+        assert not are_plausible({**usual, **other}, after, 0.5), "not what the trainer holds"
     large = np.full(50, 1000, np.float32)
     frozen = {**after, "exp_avg_sq/a": whole(np.float32(0.5) * large + np.float32(0.5))}
     assert not are_plausible({**usual, "exp_avg_sq/a": large}, frozen, 0.5), "gradients would not matter"

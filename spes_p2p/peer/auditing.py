@@ -283,15 +283,17 @@ class Auditing:
         """Train an equal share of the phase in each round; return how many of its own steps this peer had time for."""
         case, before, clock = audit.case, audit.done, asyncio.get_running_loop().time
         left, training = case.phase.steps - before, self._node.campaign.config.training
-        rounds = math.ceil(left / self._steps_a_phase) if self._steps_a_phase else math.inf
+        rounds = math.ceil(left / self._steps_a_phase) if self._steps_a_phase else 1
         if rounds > case.round + REPORT_ROUNDS - 1 - self._node.log.round:
             self._drop(case)  # too late: others no longer know the round then
             return 0
+        if not self._steps_a_phase:
+            return 0  # the campaign is paused
         try:
             async with self._phases.lock:
                 began_at, share, must_stop = clock(), math.ceil(left / rounds), self._phases.must_stop
                 score: Score | None = await self._node.world.run_blocking(self._score, audit, share, must_stop)
-        except UserError as error:
+        except (UserError, ValueError, RuntimeError, ArithmeticError, MemoryError) as error:  # the state may be anything
             logger.warning("round %d: no audit of %s: %s", case.round, case.peer, error)
             self._drop(case)
             return 0

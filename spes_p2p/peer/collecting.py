@@ -77,6 +77,8 @@ class StagedReports:
                 raise WireError("a manifest of another reducer, or of a member that reduces nothing")
             self.results.add_manifest(manifest)
         self.staged[index], self._signed[index] = staged, report.staged
+        for since in self._complaints.values():
+            since.pop(index, None)
         self._members.changed.set()
 
     def signed(self) -> tuple[Signed, ...]:
@@ -180,11 +182,8 @@ class StagedReports:
         """
         known = trusted(self.results.plan.members)
         names, alive = [member.peer for member in self.results.plan.members], self._members.alive
-        complaints = {
-            reducer: {i: at for i, at in since.items() if i not in self.staged} for reducer, since in self._complaints.items()
-        }
         stalled = []
-        for reducer, since in complaints.items():
+        for reducer, since in self._complaints.items():
             its = [part for part in self.results.parts if part.reducer == reducer]
             children = {i for part in its for i in range(len(names)) if part.parent(i) == reducer}
             living = {i for i in known & (children or known) if names[i] in alive and i != reducer}
@@ -194,7 +193,7 @@ class StagedReports:
             by = [i for i in since.keys() & living if now - since[i] >= patience_s]
             if names[reducer] in alive and by and 2 * len(by) >= len(living):
                 stalled.append(reducer)
-        waiting = {i for reducer, since in complaints.items() if names[reducer] in alive for i in since}
+        waiting = {i for reducer, since in self._complaints.items() if names[reducer] in alive for i in since}
         return [reducer for reducer in stalled if reducer not in waiting] or stalled
 
     def _drop(self, reducer: int) -> None:

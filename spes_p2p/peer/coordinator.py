@@ -72,7 +72,7 @@ class Coordination:
             self._node.decisions.learn(decided)
             commit = decided.commit
             known = {*commit.electorate, *(commit.members[i] for i in commit.vouched)}
-            receivers = known_first(commit.members, known)
+            receivers = known_first(known_first(commit.members, known), commit.electorate)  # who votes can be dialled
             self._decided_to = self._node.relay.addressed(Kind.DECIDED, pack(decided), receivers, commit.plan)
             self._decided.set_result(decided)
             await self._notify_electors(decided)
@@ -182,7 +182,8 @@ class Coordination:
             )
             self._node.meet_members(plan)
             known = {member.peer for member in plan.members if not member.is_stranger}
-            receivers = known_first([member.peer for member in plan.members], known)
+            dialable_first = sorted(plan.members, key=lambda member: member.bandwidth <= 0)
+            receivers = known_first([member.peer for member in dialable_first], known)
             self._proposal_to = self._node.relay.addressed(Kind.PROPOSAL, pack(plan.proposal), receivers, self.parent.plan)
             self._plan.set_result(plan)
             await self._reports.wait()

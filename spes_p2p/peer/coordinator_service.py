@@ -38,7 +38,7 @@ from spes_p2p.rounds.proposal import check_announced
 
 BASE_EVERY_S = 0.1
 """A coordinator that waits for its base looks this often."""
-KNOWN_ROUNDS = 8
+LEAST_KNOWN, KNOWN_ROUNDS = 3, 8
 """The median of the last ones says how long a round takes: some are short since a trainer comes back, others wait for votes."""
 
 
@@ -156,8 +156,8 @@ class CoordinatorService:
         known = self._replica.base.known_of(stream.remote) if self._replica.has_base else b""
         message = restored(await stream.any_message(), known)
         if message is None:
-            await stream.send(kind=Kind.IN_FULL)
             stream.expect_request()
+            await stream.send(kind=Kind.IN_FULL)
             message = await stream.any_message()
         if message.kind != Kind.MESSAGE:
             raise WireError(f"a frame of kind {message.kind} where an announcement belongs")
@@ -236,7 +236,7 @@ class CoordinatorService:
         node, (during, began) = self._node, self._phase_during
         phase_began = began if during == node.log.round else node.decisions.learned_at
         stalled = self._stalled_in(node.log.round + 1)
-        least_s = statistics.median(self._known_s) / MAX_SPEED_RATIO if self._known_s else 0.0
+        least_s = statistics.median_low(self._known_s) / MAX_SPEED_RATIO if len(self._known_s) >= LEAST_KNOWN else 0.0
         context = RoundContext(
             node, node.log.last, phase_began, *self._work(), self.too_late, self._strangers, stalled, least_s
         )

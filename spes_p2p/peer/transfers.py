@@ -317,7 +317,8 @@ class Transfers:
         if part is None:
             return []
         place, me = part.hubs.index(parent), self.context.me
-        return [hub for hub in (*part.hubs[place + 1 :], *part.hubs[:place]) if hub not in (parent, me)]
+        hubs = dict.fromkeys((*part.hubs[place + 1 :], *part.hubs[:place]))  # a moved part may name one twice
+        return [hub for hub in hubs if hub not in (parent, me)]
 
     def _store(self, message: memoryview, wanted: dict[int, Part]) -> int:
         """Store one of the wanted parts (by index); return its index. Raises WireError for another one, or another size."""

@@ -42,8 +42,9 @@ def read_moments(content: bytes | memoryview) -> dict[str, np.ndarray]:
     arrays = {name: from_bf16(values) if values.dtype == BF16 else values for name, values in read_tensors(content)[0].items()}
     for name, values in arrays.items():
         is_count = name.startswith(("age/", "step/"))
-        fits = values.dtype in (np.float32, np.int64) and bool(values.shape) is not is_count
-        if not fits or not np.isfinite(values).all() or (name.startswith("exp_avg_sq/") and (values < 0).any()):
+        fits = values.dtype == np.float32 or (is_count and values.dtype == np.int64)
+        is_positive = not (is_count or name.startswith("exp_avg_sq/")) or bool((values >= 0).all())
+        if not (fits and is_positive and bool(values.shape) is not is_count and np.isfinite(values).all()):
             raise ValueError(f"{name}: values that no training has")
     return arrays
 
@@ -61,13 +62,15 @@ def are_plausible(before: Mapping[str, np.ndarray], after: Mapping[str, Source],
 def plausibility(before: Mapping[str, np.ndarray], after: Mapping[str, Source], decay: float) -> tuple[float, float]:
     """Return the mean of m^2 / v before the phase over that after it, and the mean of v before over that of the phase itself.
 
-    Both are 0 without moments before. `decay`: see `are_plausible`.
+    Both are 0 without moments before, and infinite for those of other shapes. `decay`: see `are_plausible`.
     """
     sums = np.zeros(4)
     for name, second in before.items():
         kind, _, of = name.partition("/")
         if kind != "exp_avg_sq" or f"exp_avg/{of}" not in before or name not in after or f"exp_avg/{of}" not in after:
             continue
+        if {before[f"exp_avg/{of}"].shape, second.shape} != {after[name].shape}:
+            return math.inf, math.inf
         ends = _whole(after[f"exp_avg/{of}"]), _whole(after[name])
         sums += [_drift(before[f"exp_avg/{of}"], second), _drift(*ends), second.sum(dtype=float), ends[1].sum(dtype=float)]
     drift, usual, had, has = sums.tolist()
