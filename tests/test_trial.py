@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from spes_p2p.messages.codec import pack
+from spes_p2p.messages.compact import Brief, Compact
 from spes_p2p.messages.framing import Kind, Message
 from spes_p2p.net.interfaces import Channel
 from spes_p2p.observe.events import StateEntered
@@ -39,8 +41,8 @@ def stops(child: int) -> bool:
     return os.WIFSTOPPED(status)
 
 
-def sent_by(trial: Trial, *frames: Message) -> list[Message]:
-    """What comes out of a channel of method `push` that a watched peer opens."""
+def sent_by(trial: Trial, *frames: Message, method: str = "push") -> list[Message]:
+    """What comes out of a channel of this method that a watched peer opens."""
 
     async def main() -> list[Message]:
         network, received = MemoryNetwork(), list[Message]()
@@ -50,8 +52,8 @@ def sent_by(trial: Trial, *frames: Message) -> list[Message]:
                 received.append(frame)
             await channel.finish()
 
-        await network.transport("b").serve("push", receive)
-        channel = await trial.around(in_memory_world(network, "a")).transport.open("b", "push")
+        await network.transport("b").serve(method, receive)
+        channel = await trial.around(in_memory_world(network, "a")).transport.open("b", method)
         for frame in frames:
             body = bytes(frame.body)
             await channel.send(body[:1], body[1:], kind=frame.kind)
@@ -60,6 +62,13 @@ def sent_by(trial: Trial, *frames: Message) -> list[Message]:
         return received
 
     return run_virtual(main())
+
+
+def test_frames_in_place_of_others_are_sent_as_they_are(folder: Path) -> None:
+    Orders(folder)
+    brief, compact = Brief(Kind.REPORT, b"8 bytes!", b""), Compact(Kind.DECIDED, "", b"")
+    frames = [Message(pack(brief), Kind.BRIEF), Message(pack(compact), Kind.COMPACT)]
+    assert sent_by(Trial(folder, "a"), *frames, method="round") == frames
 
 
 def reach_all(trial: Trial, *points: str) -> None:

@@ -129,7 +129,7 @@ class _WatchedChannel(Wrapped):
         self._frame = Frame(me, inner.remote, method, is_answer, 0, b"")
 
     async def send(self, *pieces: bytes | memoryview, kind: int = Kind.MESSAGE) -> None:
-        frame = replace(self._frame, kind=kind)
+        frame = replace(self._frame, body=b"".join(pieces), kind=kind)
         self._trial.reached(point_of_frame(frame))
         kind, pieces = self._trial.sent(frame, pieces)
         self._frame = replace(self._frame, index=self._frame.index + 1)
