@@ -71,8 +71,8 @@ class Coordination:
             decided = await self._decide()
             self._node.decisions.learn(decided)
             commit = decided.commit
-            known = {*commit.electorate, *(commit.members[i] for i in commit.vouched)}
-            receivers = known_first(known_first(commit.members, known), commit.electorate)  # who votes can be dialled
+            vouched = {commit.members[i] for i in commit.vouched}
+            receivers = sorted(commit.members, key=lambda peer: (peer not in commit.electorate, peer not in vouched))
             self._decided_to = self._node.relay.addressed(Kind.DECIDED, pack(decided), receivers, commit.plan)
             self._decided.set_result(decided)
             await self._notify_electors(decided)
@@ -181,9 +181,9 @@ class Coordination:
                 self._context, self._members, Results.empty(plan, self._replica.layout, self._replica.codecs)
             )
             self._node.meet_members(plan)
-            known = {member.peer for member in plan.members if not member.is_stranger}
-            dialable_first = sorted(plan.members, key=lambda member: member.bandwidth <= 0)
-            receivers = known_first([member.peer for member in dialable_first], known)
+            # Strangers hand a record on to strangers only, since one may keep it to itself; so may who cannot be dialled.
+            members = sorted(plan.members, key=lambda member: (member.is_stranger, member.bandwidth <= 0))
+            receivers = [member.peer for member in members]
             self._proposal_to = self._node.relay.addressed(Kind.PROPOSAL, pack(plan.proposal), receivers, self.parent.plan)
             self._plan.set_result(plan)
             await self._reports.wait()
@@ -242,11 +242,6 @@ class Coordination:
         outside = sorted(set(self.parent.electorate) - set(decided.commit.members))
         asked = (endpoint.ask(elector, DECIDE, request, endpoint.silence_s) for elector in outside)
         await asyncio.gather(*asked, return_exceptions=True)
-
-
-def known_first(members: Iterable[str], known: Collection[str]) -> list[str]:
-    """Return the receivers of a record such that strangers hand it on to strangers only: one may keep it to itself."""
-    return sorted(members, key=lambda peer: peer not in known)
 
 
 def fitting(signed: Iterable[Signed], budget_bytes: int, first: Collection[str] = ()) -> tuple[Signed, ...]:
