@@ -606,6 +606,28 @@ def test_strangers_that_show_their_moments_slowly_keep_nobody_from_being_audited
     simulate(main)
 
 
+def test_who_shows_its_moments_for_longer_than_a_round_fails_no_other_audit(monkeypatch: pytest.MonkeyPatch) -> None:
+    serve, uploads = KeptMoments._piece, list[int]()
+
+    async def slowly(self: KeptMoments, root: str, index: int) -> Any:
+        if index > 0:
+            uploads.append(self._node.content.uploads("moments"))
+            await asyncio.sleep(19.0)
+        return await serve(self, root, index)
+
+    monkeypatch.setattr(KeptMoments, "_piece", slowly)
+
+    async def main() -> None:
+        swarm = audited_swarm("X")
+        swarm.evaluation_s, swarm._seconds_per_step = 0.0, 1.0
+        swarm.start_all("ABCX")
+        await swarm.until_round(20)
+        assert max(uploads) > 1
+        assert all(each.passed for each in audits(swarm, "X"))
+
+    simulate(main)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["free-ride", "copy"])
 def test_with_a_real_model_and_peers_of_different_speed_only_the_attacker_fails(kind: AttackKind) -> None:

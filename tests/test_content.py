@@ -19,7 +19,7 @@ from exchange_round import LAYOUT, PART_BYTES, make_plan_of, member
 from spes_p2p.config.campaign import SLOWEST_LINE_BITS
 from spes_p2p.content.bases import Snapshots
 from spes_p2p.content.fetcher import BUSY_PATIENCE_S, EMPTY_REQUESTS, LATE_SILENCES, VISITORS_PATIENCE_S, Fetcher
-from spes_p2p.content.files import MAX_CONCURRENT_UPLOADS, serve_files
+from spes_p2p.content.files import serve_files
 from spes_p2p.content.pieces import Body, Content, Piece, Source, listed, single
 from spes_p2p.content.relay import Relay
 from spes_p2p.content.tokens import TokenLibrary
@@ -599,30 +599,66 @@ def test_a_peer_that_takes_nothing_frees_its_place() -> None:
     simulate(main)
 
 
-def test_peers_that_take_a_little_at_a_time_keep_nobody_out() -> None:
+@pytest.mark.parametrize("fast", [0, 1], ids=["all slow", "one fast"])
+def test_peers_that_take_a_little_at_a_time_keep_nobody_out(fast: int) -> None:
     async def main() -> None:
         network, body = MemoryNetwork(latency_s=0.01), bytes(200 * CHUNK_BYTES)
-        server, sha = ContentServer(RpcEndpoint(network.transport("A"), SILENCE_S)), hashlib.sha256(body).hexdigest()
-        await serve_files(server, {sha: body})
-        slow = [f"slow-{number}" for number in range(MAX_CONCURRENT_UPLOADS)]
-        for name in slow:
-            network.set_bandwidth(name, 1e9, 0.4 * SLOWEST_LINE_BITS / 8)
+        server = ContentServer(RpcEndpoint(network.transport("A"), SILENCE_S))
+
+        async def source(name: str, index: int) -> Body:
+            return body
+
+        await server.serve("file", source, 4)
+        names = [f"peer-{number}" for number in range(4)]
+        for name in names:
+            network.set_bandwidth(name, 1e9, (8 if names.index(name) < fast else 0.2) * SLOWEST_LINE_BITS / 8)
 
         async def download(name: str) -> None:
             async with RpcEndpoint(network.transport(name), SILENCE_S).stream("A", "file") as stream:
-                await stream.send(pack(PiecesRequest(sha, (0,))))
-                for _ in range(200):
-                    await stream.message(Kind.CONTENT)
+                await stream.send(pack(PiecesRequest("x", (0,) * 16)))
+                while await stream.receive(Kind.CONTENT) is not None:
+                    pass
 
-        trickling = [asyncio.ensure_future(download(name)) for name in slow]
+        taking = [asyncio.ensure_future(download(name)) for name in names]
         await asyncio.sleep(SETTLED_S / 2)
         with pytest.raises(Refused) as refused:
             await download("me")
         assert refused.value.code is Code.BUSY
-        await asyncio.sleep(6 * SETTLED_S)  # what waits on the way counts as sent
+        await asyncio.sleep((8 if fast else 80) * SETTLED_S)  # what waits on the way counts as sent
         await download("me")
-        assert server.uploads("file") == len(slow) - 1
-        await end_tasks(trickling)
+        assert server.uploads("file") == 3
+        assert not any(each.done() for each in taking[:fast])
+        await end_tasks(taking)
+
+    simulate(main)
+
+
+def test_a_donor_on_a_thin_line_serves_each_download_to_its_end() -> None:
+    async def main() -> None:
+        network, body = MemoryNetwork(latency_s=0.01), bytes(20 * CHUNK_BYTES)
+        server, ended = ContentServer(RpcEndpoint(network.transport("A"), SILENCE_S)), list[str]()
+        network.set_bandwidth("A", 2 * SLOWEST_LINE_BITS / 8, 1e9)
+
+        async def source(name: str, index: int) -> Body:
+            return body
+
+        await server.serve("base", source, 4)
+        content = listed("base", "x", content_digest(body), len(body))
+
+        async def keep(index: int, got: Body) -> None:
+            pass
+
+        async def download(name: str) -> None:
+            await asyncio.sleep(0.1 * int(name))
+            fetcher = Fetcher(RpcEndpoint(network.transport(name), SILENCE_S))
+            assert not await fetcher.fetch(content, [0], [fetcher.peers(["A"])], keep)
+            ended.append(name)
+
+        took = asyncio.get_running_loop().time()
+        await asyncio.gather(*(download(str(number)) for number in range(12)))
+        took = asyncio.get_running_loop().time() - took
+        assert {*ended[:4]} == {"0", "1", "2", "3"}
+        assert took < 1.3 * 12 * len(body) / (2 * SLOWEST_LINE_BITS / 8)
 
     simulate(main)
 

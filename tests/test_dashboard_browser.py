@@ -236,7 +236,7 @@ def test_a_peer_has_a_page_with_its_last_rounds_and_an_address(viewport: dict[st
         await page.reload()
         await until(page, "document.querySelectorAll('#peer-rounds tr').length === 9")
         await page.click("#peer-page a")
-        assert await row.is_visible()
+        await row.wait_for(state="visible")
         assert not await page.is_visible("#peer")
         await page.evaluate("location.hash = 'peer=<img src=x>'")
         await until(page, "document.getElementById('peer-now').textContent === 'not among the peers of this campaign'")

@@ -142,9 +142,9 @@ class Owner:
     silence_s = 1.0
 
     def __init__(self, *decided: CertifiedCommit):
-        self._decided, self.shares = decided, Shares()
+        self._decided, self.shares = decided, Shares(self.silence_s, lambda: 1e9)
 
-    async def ask(self, peer: str, method: str, body: bytes, patience_s: float) -> bytes:
+    async def ask_in_turn(self, peer: str, method: str, body: bytes) -> bytes:
         assert method == COMMITS
         after = unpack(CommitsRequest, body).after
         return pack(Decide(tuple(each for each in self._decided if each.commit.round > after)))

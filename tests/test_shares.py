@@ -25,7 +25,8 @@ from spes_p2p.messages.rounds import Ping
 from spes_p2p.net.byte_stream import FIRST_BYTES, ByteStream
 from spes_p2p.net.channels import StreamChannel
 from spes_p2p.net.interfaces import Channel
-from spes_p2p.net.rpc import OUTSIDER_SILENCES, RpcEndpoint, Stream
+from spes_p2p.net.limits import LINE_OVERHEAD
+from spes_p2p.net.rpc import BUSY_SILENCES, OUTSIDER_SILENCES, RpcEndpoint, Stream
 from spes_p2p.net.shares import (
     ANSWERS_BITS,
     FRAME_COST,
@@ -39,7 +40,7 @@ from spes_p2p.net.shares import (
     Place,
     Shares,
 )
-from spes_p2p.net.turns import WAITING_S
+from spes_p2p.net.turns import RETRY_S, WAITING_S
 from spes_p2p.net.unpacking import unpack_beside
 from spes_p2p.observe.rounds import Rounds
 from spes_p2p.peer.history_sync import serving
@@ -99,13 +100,13 @@ def test_streams_of_outsiders_are_capped_each_and_in_all() -> None:
 
 
 def test_a_common_start_of_64_peers_finds_room_for_three_streams_of_each() -> None:
-    shares = Shares()
+    shares = Shares(SILENCE_S, lambda: 1e9)
     shares.is_known = lambda peer: False
     assert all(shares.enter(f"joiner {i}") for _ in range(3) for i in range(64))
 
 
 def test_outsiders_that_hold_all_streams_make_room_for_another_newcomer() -> None:
-    shares, ended = Shares(), list[str]()
+    shares, ended = Shares(SILENCE_S, lambda: 1e9), list[str]()
     shares.is_known = lambda peer: False
     greedy = [f"greedy {i}" for i in range(STREAMS_OF_OUTSIDERS // STREAMS_PER_OUTSIDER)]
     for name in greedy * STREAMS_PER_OUTSIDER:
@@ -262,7 +263,7 @@ class NoTransport(asyncio.Transport):
 
 def test_where_too_much_waits_those_that_took_most_are_refused_and_turns_are_given_up_for_nothing() -> None:
     async def main() -> None:
-        shares, last = Shares(), STREAMS_OF_OUTSIDERS
+        shares, last = Shares(SILENCE_S, lambda: 1e9), STREAMS_OF_OUTSIDERS
         shares.is_known = lambda peer: False
         waiting = [asyncio.ensure_future(shares.pace(f"X{i}", OUTSIDER_FRAME_BYTES)) for i in range(last)]
         await asyncio.sleep(0.5)
@@ -308,6 +309,51 @@ def test_long_answers_to_outsiders_have_a_pace_and_newcomers_and_members_do_not_
         return sum(taken)
 
     assert 2**21 < run_virtual(main()) < (10 + OUTSIDERS_BURST_S + 3) * ANSWERS_BITS / 8
+
+
+def test_long_answers_to_outsiders_take_a_tenth_of_a_thin_line() -> None:
+    async def main() -> float:
+        clock = asyncio.get_running_loop().time
+        shares = Shares(SILENCE_S, lambda: 1.25e6)
+        for _ in range(8):
+            await shares.answer("X", 2**18)
+        return clock()
+
+    in_burst_s = OUTSIDERS_BURST_S * LINE_OVERHEAD
+    assert run_virtual(main()) == pytest.approx(8 * 2**18 / 1.25e5 * LINE_OVERHEAD - in_burst_s, abs=3.0)
+
+
+def test_an_answer_that_alone_takes_longer_than_anybody_may_wait_is_given() -> None:
+    async def main() -> None:
+        shares = Shares(SILENCE_S, lambda: 62.5e3)
+        for _ in range(2):
+            await shares.answer("X", 2**20)
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize("busy", [5, 10**6])
+def test_a_newcomer_asks_a_busy_peer_again_and_not_for_ever(busy: int) -> None:
+    async def main() -> float:
+        host, asked, clock = Host(), list[str](), asyncio.get_running_loop().time
+
+        async def answer(stream: Stream) -> None:
+            await stream.message()
+            asked.append(stream.remote)
+            if len(asked) <= busy:
+                raise Refused(Code.BUSY, "too many newcomers ask at a time")
+            await stream.send(b"a page")
+
+        await host.endpoint.serve(COMMITS, answer)
+        newcomer = RpcEndpoint(host.network.transport("newcomer"), SILENCE_S)
+        if busy < 10:
+            assert await newcomer.ask_in_turn("B", COMMITS, b"x") == b"a page"
+        else:
+            with pytest.raises(Refused):
+                await newcomer.ask_in_turn("B", COMMITS, b"x")
+        return clock()
+
+    assert run_virtual(main()) == pytest.approx(min(busy * RETRY_S, BUSY_SILENCES * SILENCE_S), abs=RETRY_S)
 
 
 def a_record(number: int) -> RoundRecord:
@@ -426,7 +472,7 @@ def test_a_promise_of_bytes_takes_no_memory() -> None:
 
 def test_the_bytes_held_for_a_member_are_bounded_and_free_again_when_its_streams_end() -> None:
     async def main() -> None:
-        shares = Shares()
+        shares = Shares(SILENCE_S, lambda: 1e9)
         await shares.hold("A", HELD_PER_PEER)
         waiting = asyncio.ensure_future(shares.hold("A", 1))
         other = asyncio.ensure_future(shares.hold("B", HELD_PER_PEER))

@@ -30,8 +30,7 @@ async def learn_commits(endpoint: RpcEndpoint, log: CommitLog, peer: str) -> Non
             if log.admits_milestone(milestone):
                 log.begin_at(milestone)
         while True:
-            request = pack(CommitsRequest(log.round))
-            reply = await endpoint.ask(peer, COMMITS, request, endpoint.silence_s)
+            reply = await endpoint.ask_in_turn(peer, COMMITS, pack(CommitsRequest(log.round)))
             found = (await unpack_beside(Decide, reply, endpoint.shares.is_known(peer))).decided
             if not found or found[0].commit.round > log.round + 1 or found[-1].commit.round <= log.round:
                 return

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -36,8 +35,10 @@ HELD_S, HELD_BYTES = 5.0, 2**18
 """A peer that was served more than this keeps its turn for so long between two requests of a download: a slow line takes
 seconds to carry what this end believes to be sent."""
 SETTLED_S = 10.0
-"""An upload that is slower than the slowest permitted line after this long makes room for a peer that waits."""
-
+"""After this long an upload that is slower than the slowest permitted line makes room for a peer that waits."""
+UNEVEN = 4.0
+"""It does not where this peer's own line may be the reason: all uploads together have more than such a line, and none is this
+many times faster."""
 
 SLOWEST_BYTES_PER_S = SLOWEST_LINE_BITS / 8
 
@@ -58,10 +59,10 @@ class _Upload:
         """Return whether the peer, which has no stream, keeps its turn."""
         return self.sent > HELD_BYTES and now_s - self.rested_s <= HELD_S
 
-    def rate(self, now_s: float) -> float:
-        """Bytes per second so far; infinite while it is too early to tell."""
+    def rate(self, now_s: float) -> float | None:
+        """Bytes per second so far; None while it is too early to tell."""
         took_s = now_s - self.began_s
-        return self.sent / took_s if took_s >= SETTLED_S else math.inf
+        return self.sent / took_s if took_s >= SETTLED_S else None
 
 
 @dataclass
@@ -99,9 +100,14 @@ class _Turns:
         self.waiting = {peer: now_s + PLACE_RETRIES * BUSY_RETRY_S, **self.waiting}
 
     def _makes_room(self, now_s: float) -> bool:
-        """End the slowest upload if no permitted line is as slow; return whether there was one."""
-        slowest = min(self.uploads, key=lambda peer: self.uploads[peer].rate(now_s), default=None)
-        if slowest is None or self.uploads[slowest].rate(now_s) >= SLOWEST_BYTES_PER_S:
+        """End the slowest upload if neither a permitted line nor this peer's is as slow; return whether there was one."""
+        found = ((upload.rate(now_s), peer) for peer, upload in self.uploads.items())
+        rates = sorted((rate, peer) for rate, peer in found if rate is not None)
+        if not rates or rates[0][0] >= SLOWEST_BYTES_PER_S:
+            return False
+        (least, slowest), (most, _) = rates[0], rates[-1]
+        all_together = len(self.uploads) * sum(rate for rate, _ in rates) / len(rates)
+        if all_together >= SLOWEST_BYTES_PER_S and most < UNEVEN * least:
             return False
         for stream in self.uploads.pop(slowest).streams:
             stream.break_off(self._busy("this one is too slow", BUSY_RETRY_S))

@@ -31,6 +31,7 @@ from spes_p2p.net.pipe import pipe
 from spes_p2p.net.shares import STREAM_COST, Shares
 from spes_p2p.net.tasks import end_tasks
 from spes_p2p.net.throughput import Throughput
+from spes_p2p.net.turns import RETRY_S
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +46,8 @@ REQUEST_SILENCES = 12.0
 parts of other streams on a thin line."""
 OUTSIDER_SILENCES = 1.0
 """The same for outsiders, from which no parts are on their way here."""
+BUSY_SILENCES = 6.0
+"""A peer that is busy is asked again for this many times the longest silence."""
 QUEUED_FRAMES = 8
 """Received frames that may wait to be read; beyond this the sender is slowed down."""
 SEQUENCES = (Kind.CONTENT, Kind.PART, Kind.MANIFEST)
@@ -312,7 +315,7 @@ class RpcEndpoint:
         self.upload = Throughput(line.up.bytes_per_s if line.up is not None else None)
         self.nearness = Nearness()
         self.detector = SilenceDetector(silence_s)
-        self.shares = Shares()
+        self.shares = Shares(silence_s, lambda: self.upload.last_bytes_per_s)
         self.sent: Counter[str] = Counter()
         self.received: Counter[str] = Counter()
         self.admit: Callable[[str, str], None] = lambda peer, method: None
@@ -388,6 +391,18 @@ class RpcEndpoint:
             if timeout_s is not None and timeout_s >= self.detector.bound(peer):
                 self.detector.lost(peer, asyncio.get_running_loop().time())
             raise PeerUnreachable(f"{peer[-6:]} did not answer {method} within {timeout_s:g} s") from None
+
+    async def ask_in_turn(self, peer: str, method: str, request: bytes) -> bytes:
+        """As `ask` within `silence_s`; a peer that is busy with others is asked again for BUSY_SILENCES of it."""
+        clock = asyncio.get_running_loop().time
+        until_s = clock() + BUSY_SILENCES * self.silence_s
+        while True:
+            try:
+                return await self.ask(peer, method, request, self.silence_s)
+            except Refused as refused:
+                if refused.code is not Code.BUSY or clock() >= until_s:
+                    raise
+            await asyncio.sleep(RETRY_S)
 
     async def close(self) -> None:
         """End the peer's streams to itself."""

@@ -8,6 +8,7 @@ once it is there: nobody takes the time of others by promising bytes.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -35,8 +36,13 @@ OUTSIDER_BITS, OUTSIDERS_BITS, OUTSIDERS_BURST_S = 8 * 2**14, 8 * 2**16, 4.0
 processor. A joiner sends little: with all that counts for more than its bytes, 8 KiB until it has announced, so that eight a
 second can come."""
 ANSWER_BITS, ANSWERS_BITS = 8 * 2**16, 8 * 2**20
-"""What one outsider gets of long answers before others go first, and what all of them get, in bits a second: pages of the log,
-of records, and milestones. A joiner reads some megabytes of them; without a bound a few short requests took the whole line."""
+"""What one outsider gets of long answers before others go first, and the most that all of them get, in bits a second: pages of
+the log, of records, and milestones. A joiner reads some megabytes of them; without a bound a few short requests took the whole
+line."""
+ANSWERS_SHARE = 0.1
+"""All of them get at most this share of the line, so that a round of which half is exchange takes a twentieth longer."""
+ANSWER_SILENCES = 0.5
+"""An answer waits for its turn for at most this many times the longest silence, and is sent in the rest of it."""
 FRAME_COST, STREAM_COST = 2**7, 2**10
 """Bytes that a frame and a stream count for in addition: as much time as handling them takes."""
 
@@ -53,7 +59,9 @@ class Place:
 class Shares:
     """The accounts of one endpoint."""
 
-    def __init__(self) -> None:
+    def __init__(self, silence_s: float, line: Callable[[], float]):
+        """`silence_s`: the longest silence of a living peer. `line`: returns this peer's upload, in bytes a second."""
+        self._line = line
         self.is_known: Callable[[str], bool] = lambda peer: True
         """Whether a peer takes part in the rounds; all others are outsiders."""
         self._places: dict[str, list[Place]] = {}
@@ -65,7 +73,7 @@ class Shares:
         self._pace: dict[str, Pacer] = {}
         self._turns = Turns(OUTSIDERS_BITS, OUTSIDERS_BURST_S)
         self._answer_pace: dict[str, Pacer] = {}
-        self._answer_turns = Turns(ANSWERS_BITS, OUTSIDERS_BURST_S)
+        self._answer_turns = Turns(ANSWERS_BITS, OUTSIDERS_BURST_S, ANSWER_SILENCES * silence_s)
 
     def enter(self, peer: str) -> Place | None:
         """Count a stream that this peer opened; None when it has too many.
@@ -131,7 +139,8 @@ class Shares:
         pacer = _pacer(self._answer_pace, peer, ANSWER_BITS)
         taken_s = min(pacer.taken_s(), OUTSIDERS_BURST_S)
         pacer.take(size)
-        await self._answer_turns.wait(size, taken_s)
+        thinness = ANSWERS_BITS / 8 / (ANSWERS_SHARE * self._line())
+        await self._answer_turns.wait(math.ceil(size * max(1.0, thinness)), taken_s)
 
     def _is_full(self, peer: str, size: int) -> bool:
         if self.is_known(peer):

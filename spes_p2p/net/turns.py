@@ -11,8 +11,9 @@ from spes_p2p.messages.refusals import Code
 from spes_p2p.net.limits import Pacer
 
 WAITING_S = 8.0
-"""Bounds what may wait, in seconds of the common pace: nobody waits longer for an answer. The streams and short requests of 256
-outsiders fit."""
+"""Bounds what may wait, in seconds of the common pace. The streams and short requests of 256 outsiders fit."""
+RETRY_S = 1.0
+"""Who is refused asks again after so long: where others flood a peer, the more often it asks, the more it gets."""
 LAG = 4.0
 """A peer that took a second's worth lets others pass that come up to this many seconds later. A newcomer's short request thus
 comes before all frames of the greatest length, which wait for less than four times an outsider's burst."""
@@ -29,12 +30,12 @@ class Turns:
     """Lets outsiders pass one by one, at a pace.
 
     Whoever took less comes first; the time of coming counts too, so nobody is overtaken for ever. Where too much waits, the one
-    that would be last is refused. One that gives up costs nothing.
+    that would be last is refused, unless nobody else waits. One that gives up costs nothing.
     """
 
-    def __init__(self, bits_per_s: float, burst_s: float):
-        """`burst_s`: unused time that may be caught up on."""
-        self._pacer = Pacer(bits_per_s, burst_s)
+    def __init__(self, bits_per_s: float, burst_s: float, most_s: float = WAITING_S):
+        """`burst_s`: unused time that may be caught up on. `most_s`: what may wait, in seconds of the pace."""
+        self._pacer, self._most_s = Pacer(bits_per_s, burst_s), most_s
         self._waiting: list[_Turn] = []
         """By when they are due."""
         self._cost = 0
@@ -56,11 +57,11 @@ class Turns:
         insort(self._waiting, turn, key=lambda each: each.due)
         self._cost += cost
         self._go_on()
-        while self.waiting_s > WAITING_S:
+        while self.waiting_s > self._most_s and len(self._waiting) > 1:
             self._end(-1, may_pass=False)
         try:
             if not await turn.may_pass:
-                raise Refused(Code.BUSY, "too many newcomers ask at a time", retry_s=WAITING_S)
+                raise Refused(Code.BUSY, "too many newcomers ask at a time", retry_s=RETRY_S)
         finally:
             if turn in self._waiting:
                 self._waiting.remove(turn)

@@ -129,7 +129,7 @@ class Decisions:
         after = self.log.round if after is None else after
         while True:
             try:
-                reply = await self._endpoint.ask(peer, COMMITS, pack(CommitsRequest(after)), self._endpoint.silence_s)
+                reply = await self._endpoint.ask_in_turn(peer, COMMITS, pack(CommitsRequest(after)))
             except Refused as refused:
                 if refused.code is not Code.NOT_HERE or not await self.take_milestone_from(peer):
                     raise

@@ -75,7 +75,7 @@ async def pages(endpoint: RpcEndpoint, peer: str, after: int, newest: int) -> As
     with contextlib.suppress(PeerUnreachable, Refused, WireError):
         for _ in range(min(MAX_PAGES, (newest - after) // LEAST_RECORDS + 2)):
             request = pack(HistoryRequest(after, RECORDS_PER_MESSAGE))
-            reply = await endpoint.ask(peer, HISTORY, request, endpoint.silence_s)
+            reply = await endpoint.ask_in_turn(peer, HISTORY, request)
             page = await unpack_beside(HistoryPage, reply, endpoint.shares.is_known(peer))
             numbers = [after, *(record.round for record in page.records)]
             if len(page.records) > RECORDS_PER_MESSAGE or any(a >= b for a, b in pairwise(numbers)):

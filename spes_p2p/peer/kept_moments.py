@@ -17,8 +17,9 @@ from spes_p2p.training.interface import Trainer
 from spes_p2p.training.moments import moments_chunks
 
 PIECE_BYTES = 2**18
-MAX_CONCURRENT_UPLOADS = 1
-"""Uploads of moments leave room for rounds."""
+MAX_CONCURRENT_UPLOADS = KEPT_MOMENTS_ROUNDS
+"""One for each auditor that may ask: an upload that outlasts a round keeps no other auditor waiting, which would fail this
+peer."""
 
 
 @dataclass(frozen=True)

@@ -11,5 +11,5 @@ from spes_p2p.net.unpacking import unpack_beside
 
 async def fetch_milestone(endpoint: RpcEndpoint, peer: str, after: int) -> Milestone:
     """Fetch the milestone after this round at which the peer's log begins. Raises PeerUnreachable, Refused, WireError."""
-    reply = await endpoint.ask(peer, MILESTONE, pack(MilestoneRequest(after)), endpoint.silence_s)
+    reply = await endpoint.ask_in_turn(peer, MILESTONE, pack(MilestoneRequest(after)))
     return await unpack_beside(Milestone, reply, endpoint.shares.is_known(peer))

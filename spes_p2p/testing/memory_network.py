@@ -24,6 +24,7 @@ UNREAD_FRAMES = 64
 """`send` blocks while this many frames of the channel are unread at the other end."""
 BUFFERED_S = 1e-3
 """A line's end takes what passes within this time at once, as the buffers of sockets do: it saves most timers."""
+HEARD_EVERY_S = 1.0
 EPOCH_S = 1_700_000_000.0
 """Wall time at virtual time 0."""
 
@@ -54,8 +55,9 @@ class MemoryNetwork:
     """Peers by name, the links between them, and their registry.
 
     A frame occupies the sender's uplink for size / bandwidth, then the lines of its and the receiver's site, if they differ,
-    travels for the link's latency, then occupies the receiver's downlink. `registry_delay_s`: time until others see a new
-    record.
+    travels for the link's latency, then occupies the receiver's downlink. A heartbeat only travels, and a frame under way is
+    heard every second: on a real line, which streams share by packets, some bytes of each arrive all the time.
+    `registry_delay_s`: time until others see a new record.
     """
 
     def __init__(
@@ -294,7 +296,8 @@ class MemoryChannel:
 
     def watch(self, heard: Callable[[], None], admit: Admit) -> None:
         """See Channel."""
-        self._heard, self._admit = heard, admit
+        self._heard = self._in.heard = heard
+        self._admit = admit
 
     async def send(self, *pieces: bytes | memoryview, kind: int = Kind.MESSAGE) -> None:
         """See Channel. Waits for the uplink, and while UNREAD_FRAMES frames are unread."""
@@ -451,6 +454,10 @@ class _Pipe:
         self._writer_knows = False
         self._readable = asyncio.Event()
         self._room = asyncio.Event()
+        self.heard: Callable[[], None] = lambda: None
+        """Called when bytes of a frame arrive that is not whole yet."""
+        self._heard_until_s, self._hears = 0.0, False
+        """Until when such bytes arrive, and whether a timer says so."""
 
     async def put(self, frame: Message, check_open: Callable[[], None]) -> None:
         while True:
@@ -459,6 +466,13 @@ class _Pipe:
                 raise ValueError("nothing can be sent after finish")
             if self._writer_knows:
                 raise PeerUnreachable(f"{self.target} closed the channel")
+            if frame.kind == Kind.HEARTBEAT:
+                delay_s = self._network._delay(self.source, self.target)
+                if delay_s:
+                    asyncio.get_running_loop().call_later(delay_s, self._beat, frame)
+                else:
+                    self._beat(frame)
+                return
             if self._unread < UNREAD_FRAMES:
                 break
             self._room.clear()
@@ -469,6 +483,7 @@ class _Pipe:
         now = asyncio.get_running_loop().time()
         departs = self._network._reserve_up(self.source, self.target, size)
         self._dispatch(frame, departs)
+        self._hear_until(departs)
         if departs > now + BUFFERED_S:
             await asyncio.sleep(departs - now)
             check_open()
@@ -529,6 +544,30 @@ class _Pipe:
                 self._land()
             else:
                 loop.call_at(ready_at, self._land)
+                self._hear_until(ready_at)
+
+    def _beat(self, heartbeat: Message) -> None:
+        if self.is_ended or self._network._is_cut(self.source, self.target):
+            return
+        if self._in_flight or self._landing:
+            self.heard()
+        elif self._unread < UNREAD_FRAMES:
+            self._unread += 1
+            self._inbox.append(heartbeat)
+            self._readable.set()
+
+    def _hear_until(self, end_s: float) -> None:
+        self._heard_until_s, loop = max(self._heard_until_s, end_s), asyncio.get_running_loop()
+        if loop.time() + HEARD_EVERY_S < end_s and not self._hears:
+            self._hears = True
+            loop.call_later(HEARD_EVERY_S, self._hear)
+
+    def _hear(self) -> None:
+        self._hears = False
+        if self._in_flight or self._landing:
+            if not self._network._is_cut(self.source, self.target):
+                self.heard()
+            self._hear_until(self._heard_until_s)
 
     def _dispatch(self, content: _Content, departs: float) -> None:
         item = _InFlight(content)
