@@ -1,0 +1,594 @@
+"""Swarms of an open campaign: strangers that are late, slow, silent or lie stop nobody, and honest ones take part."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from exchange_round import LAYOUT
+from open_campaign import ELECTOR, OPEN, PHASE_TOKENS, RECENT, WIDE, announce
+
+from spes_p2p.consensus.admission import PROBATION_ROUNDS, signed_invitation
+from spes_p2p.consensus.control import is_rollback, signed
+from spes_p2p.consensus.electorate import coordinator_order
+from spes_p2p.consensus.output import Identity
+from spes_p2p.consensus.reform import is_reform
+from spes_p2p.consensus.signed import sign
+from spes_p2p.content.relay import Relay
+from spes_p2p.errors import UserError
+from spes_p2p.messages.admission import Invitation
+from spes_p2p.messages.codec import pack
+from spes_p2p.messages.consensus import Commit, Control, Signed
+from spes_p2p.messages.framing import Kind
+from spes_p2p.messages.methods import ROUND
+from spes_p2p.messages.rounds import Manifest, Report, Stalled
+from spes_p2p.messages.samples import Interval
+from spes_p2p.model.layout import Layout
+from spes_p2p.net.rpc import RpcEndpoint, Stream
+from spes_p2p.observe.events import RoundFailed
+from spes_p2p.peer import collecting, gathering
+from spes_p2p.peer.attempt import RoundMember
+from spes_p2p.peer.collecting import StagedReports
+from spes_p2p.peer.courtesy import Courtesy
+from spes_p2p.peer.exchange import Exchange
+from spes_p2p.peer.gathering import MAX_LATE, LateArrivals
+from spes_p2p.peer.replica import Replica
+from spes_p2p.peer.transfers import Transfers
+from spes_p2p.rounds import parts
+from spes_p2p.rounds.archive import NO_ARCHIVE, Archive
+from spes_p2p.rounds.commit import staged_report
+from spes_p2p.rounds.parts import part_table
+from spes_p2p.rounds.plan import MAX_SPEED_RATIO, NEWCOMER_WEIGHT
+from spes_p2p.rounds.planned import Plan
+from spes_p2p.testing.attacks.deciding import altered
+from spes_p2p.testing.attacks.kinds import ATTACKS, AttackKind
+from spes_p2p.testing.attacks.tamper import Liar, Tamper, changed, tampered
+from spes_p2p.testing.memory_network import Frame
+from spes_p2p.testing.simulate.swarm import EXPERTS, VirtualSwarm, campaign, simulate
+from spes_p2p.testing.simulated_identity import SimulatedIdentity
+
+
+async def plans_until_finished(swarm: VirtualSwarm) -> dict[int, Plan]:
+    """The plans of all rounds, by round."""
+    found: dict[int, Plan] = {}
+
+    def is_over() -> bool:
+        for peer in swarm.peers.values():
+            base = peer.replica.base if peer.replica.has_base else None
+            if base is not None and base.plan is not None:
+                found[base.round] = base.plan
+        return all(swarm.tasks[name].done() for name in swarm.peers)
+
+    await swarm.until(is_over)
+    return found
+
+
+def open_swarm(total_steps: int, trusted: str, strangers: str, archive: Archive = NO_ARCHIVE) -> VirtualSwarm:
+    """W and, as electors, `trusted`; strangers, of whom each newcomer is audited."""
+    sync = {"min_peers": len(trusted + strangers), "audited_share": 0.25, "reform_after_s": 30.0}
+    swarm = VirtualSwarm(campaign(total_steps, admission="open", sync=sync), archive=archive)
+    for name in trusted:
+        made = Invitation(swarm.campaign.hash, name, ELECTOR, 2**40, b"")
+        swarm.invitations[name] = signed_invitation(made, SimulatedIdentity("W"))
+    swarm.start_all(trusted + strangers)
+    return swarm
+
+
+@pytest.mark.long
+def test_strangers_train_and_decide_nothing_reduce_nothing_and_own_nothing_alone() -> None:
+    async def main() -> None:
+        swarm = open_swarm(160, "AB", "XY")
+        await swarm.until_round(3)
+        swarm.start("Z")
+        swarm.restart("X")
+        plans = await plans_until_finished(swarm)
+        commits = {decided.commit.round: decided.commit for decided in swarm.nodes["W"].log.since(-1)}
+        assert plans.keys() >= set(range(5, 17))
+        ended: dict[str, int] = {}
+        for number, plan in sorted(plans.items()):
+            names = [member.peer for member in plan.members]
+            standings = {member.peer: member.standing for member in plan.members}
+            trusted = {peer for peer, standing in standings.items() if standing != "newcomer"}
+            assert {standings[peer] for peer in "WAB" if peer in standings} == {"vouched"}
+            assert set(commits[number].electorate) <= set("WAB")
+            assert set(coordinator_order(commits[number])) <= set("WAB")
+            parts = part_table(swarm.layout, plan.members, swarm.peers["A"].replica.codecs)
+            assert {names[part.reducer] for part in parts} <= set("WAB")
+            for expert in range(EXPERTS):
+                owners = {names[each.member] for each in plan.assignments if expert in each.owned}
+                assert owners & trusted
+                assert len(owners) == 2
+            for member in plan.members:
+                assert member.standing != "newcomer" or member.tokens <= NEWCOMER_WEIGHT * PHASE_TOKENS
+                if member.standing == "proven":
+                    ended.setdefault(member.peer, number)
+        assert {"X", "Y"} <= ended.keys(), "probation ends"
+        assert ended["Y"] >= PROBATION_ROUNDS
+        served = {name: node.log.services(node.log.round) for name, node in swarm.nodes.items()}
+        assert all(each == served["W"] for each in served.values()), "everybody counts alike, after a restart and joining late"
+        swarm.assert_same_commits()
+        swarm.assert_replicas_agree()
+
+    simulate(main)
+
+
+def test_strangers_that_train_one_step_and_claim_a_phase_stop_nobody_early() -> None:
+    async def main() -> None:
+        # An audit costs its auditor steps.
+        swarm = VirtualSwarm(campaign(total_steps=30, admission="open", sync={"min_peers": 6, "audited_share": 0.0}))
+        for name in "VXYZ":
+            swarm.around[name] = lambda world: ATTACKS["sybils"].around(Liar(world, swarm.campaign.config))
+        for name in "AB":
+            swarm.invitations[name] = swarm.invitation(name, ELECTOR)
+        swarm.start_all("ABVXYZ")
+        await swarm.until_finished()
+        for name in "AB":
+            samples = sum(len(each) for of_round in swarm.samples[name].values() for each in of_round)
+            assert samples == 30 * swarm.campaign.config.training.batch_size, "a full phase in every round"
+
+    simulate(main)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("are_waited_for", [False, True])
+def test_complaints_of_strangers_take_no_parts_from_a_reducer(are_waited_for: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if are_waited_for:  # so that only the rule on complaints holds
+        monkeypatch.setattr(collecting, "KNOWN_PATIENCE", 1e9)
+
+    async def main() -> None:
+        swarm = VirtualSwarm(campaign(total_steps=30, admission="open", sync={"min_peers": 7, "audited_share": 0.0}))
+        told = list[str]()
+        for name in "UVXYZ":
+            swarm.around[name] = lambda world: ATTACKS["slander"].around(Liar(world, swarm.campaign.config, told.append))
+        for name in "AB":
+            swarm.invitations[name] = swarm.invitation(name, ELECTOR)
+        swarm.start_all("ABUVXYZ")
+        await swarm.until_finished()
+        assert told
+        commits = [decided.commit for decided in swarm.nodes["W"].log.since(0)]
+        assert any(set("UVXYZ") <= set(commit.members) for commit in commits[1:])
+        assert not any(commit.lost for commit in commits)
+
+    simulate(main)
+
+
+@pytest.mark.parametrize(
+    ("layout", "bandwidth"), [(LAYOUT, 1.0), pytest.param(WIDE, 0.012, marks=pytest.mark.long)],
+    ids=["as-fast-as-announced", "faster-than-announced"],
+)
+def test_a_stranger_on_a_slow_line_that_holds_its_updates_back_takes_no_parts_from_reducers(
+    layout: Layout, bandwidth: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may take minutes for one part, the others complain of each other after seconds, and its account lasts as long."""
+    honest = Transfers._send_update
+
+    async def held(self: Transfers, *update: Any) -> Any:
+        if self.context.names[self.context.me] == "X":
+            await asyncio.sleep(60)
+        return await honest(self, *update)
+
+    monkeypatch.setattr(Transfers, "_send_update", held)
+    monkeypatch.setattr(parts, "SLOWEST_BYTES_PER_S", 10.0)
+
+    async def main() -> list[Commit]:
+        swarm = unaudited_swarm("AB", "XY", seconds_per_step=100.0, layout=layout)
+        for name in "ABXY":
+            swarm.start(name, bandwidth=1e-12 if name == "X" else bandwidth)
+        await swarm.until(lambda: swarm.round_of("A") >= 4, 6000)
+        return [decided.commit for decided in swarm.nodes["W"].log.since(0)]
+
+    for commit in simulate(main, 10_000.0):
+        assert not commit.lost
+        assert {"A", "B", "Y"} <= {commit.members[i] for i in commit.heard}
+
+
+async def seconds_of_rounds(kind: AttackKind | None, vouched: str, rounds: int = 10) -> float:
+    """Return how long rounds after the first ones take vouched trainers, with two strangers of this kind, and an honest one."""
+    swarm = VirtualSwarm(
+        campaign(total_steps=10**6, admission="open", sync={"min_peers": 3 + len(vouched), "audited_share": 0.0}),
+        seconds_per_step=10.0,
+    )
+    if kind is not None:
+        for name in "XY":
+            swarm.around[name] = lambda world: ATTACKS[kind].around(Liar(world, swarm.campaign.config))
+    for name in vouched:
+        swarm.invitations[name] = swarm.invitation(name, ELECTOR)
+        swarm.network.set_latency("Z", name, 0.2)
+    swarm.start_all(f"{vouched}XYZ")
+    clock = asyncio.get_running_loop().time
+    await swarm.until(lambda: min(map(swarm.round_of, vouched)) >= 5, 20_000.0)
+    began = clock()
+    await swarm.until(lambda: min(map(swarm.round_of, vouched)) >= 5 + rounds, 20_000.0)
+    for decided in swarm.nodes[vouched[0]].log.since(6):
+        assert decided.commit.members.index("Z") in decided.commit.heard, "an honest stranger is far away, and in each round"
+    return clock() - began
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("kind", "vouched"), [("tarpit", "A"), ("slander", "ABC")])
+def test_strangers_that_are_late_in_every_round_hold_up_all_rounds_together_by_a_tenth(kind: AttackKind, vouched: str) -> None:
+    durations = [
+        simulate(lambda each=each: seconds_of_rounds(each, vouched), 40_000.0) for each in (None, kind)  # type: ignore[misc]
+    ]
+    assert durations[1] <= 1.1 * durations[0]
+
+
+def test_strangers_that_come_late_take_no_electors_place() -> None:
+    late, commit = LateArrivals(), replace(RECENT[0], electorate=("A",))
+    for i in range(2 * MAX_LATE):
+        late.add(f"new-{i}", commit)
+    assert len(late.peers) == MAX_LATE
+    late.add("A", commit)
+    late.add("B", commit, is_invited=True)
+    assert {"A", "B"} <= late.peers
+
+
+def test_strangers_alone_are_at_most_as_fast_as_they_may_be_beside_vouched_trainers() -> None:
+    async def main() -> tuple[float, int]:
+        swarm = unaudited_swarm("A", "XY", seconds_per_step=4.0)
+        swarm.start("A")
+        for name in "XY":
+            swarm.start(name, speed=1e4)
+        log, clock = swarm.nodes["W"].log, asyncio.get_running_loop().time
+        await swarm.until(lambda: log.round >= 1)
+        began, step = clock(), log.last.step
+        await swarm.until(lambda: log.round >= 3)
+        round_s, step = (clock() - began) / 2, log.last.step
+        swarm.kill("A")
+        await asyncio.sleep(2 * round_s)
+        return round_s, log.last.step - step
+
+    round_s, steps = simulate(main)
+    assert round_s > 40
+    assert 0 < steps <= 2 * MAX_SPEED_RATIO * OPEN.config.training.sync_steps
+
+
+def test_strangers_that_are_done_at_once_and_late_keep_no_invited_elector_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    advance = Replica.advance
+
+    class Spent(Courtesy):
+        """The account for peers that come too late: they come so often that it is empty."""
+
+        def left_s(self, sharers: int = 1) -> float:
+            return 0.0
+
+    async def slowly(self: Replica) -> Any:
+        if self.node.peer_id == "A":
+            await asyncio.sleep(2)
+        return await advance(self)
+
+    monkeypatch.setattr(gathering, "Courtesy", Spent)
+    monkeypatch.setattr(Replica, "advance", slowly)
+
+    async def main() -> None:
+        swarm = unaudited_swarm("", "XY", seconds_per_step=4.0)
+        for name in "XY":
+            swarm.start(name, speed=1e4)
+        log = swarm.nodes["W"].log
+        await swarm.until(lambda: log.round >= 3)
+        swarm.invitations["A"] = swarm.invitation("A", ELECTOR)
+        swarm.start("A")
+        await swarm.until(lambda: "A" in log.last.members, 30)
+
+    simulate(main)
+
+
+def test_nobody_known_waits_for_a_stranger_that_hands_on_a_record(monkeypatch: pytest.MonkeyPatch) -> None:
+    honest, orders = Relay.addressed, list[tuple[Kind, str]]()
+
+    def addressed(self: Relay, kind: Kind, record: bytes, receivers: Sequence[str], plan: str) -> Any:
+        orders.append((kind, "".join(receivers)))
+        return honest(self, kind, record, receivers, plan)
+
+    monkeypatch.setattr(Relay, "addressed", addressed)
+
+    async def main() -> None:
+        swarm = unaudited_swarm("YZ", "ABC")
+        for name in "ABCYZ":
+            swarm.start(name)
+        await swarm.until(lambda: swarm.round_of("Y") >= 2, 400)
+
+    simulate(main)
+    assert {order[3:] for kind, order in orders if kind == Kind.PROPOSAL and len(order) == 6} == {"ABC"}
+    assert {order[3:] for kind, order in orders if kind == Kind.DECIDED and len(order) == 6} == {"ABC"}
+
+
+class Announces(Tamper):
+    """Announces something else."""
+
+    def __init__(self, identity: Identity, **changes: Any):
+        self._identity, self._changes = identity, changes
+
+    async def send(self, frame: Frame) -> Frame:
+        if (frame.method, frame.is_answer, frame.kind) != (ROUND, False, Kind.MESSAGE):
+            return frame
+        return changed(frame, Signed, lambda signed: altered(signed, self._identity, self._identity, **self._changes))
+
+
+def test_what_strangers_announce_takes_little_memory_and_none_once_they_are_gone() -> None:
+    async def main() -> None:
+        swarm = unaudited_swarm("A", "", seconds_per_step=60.0)
+        swarm.start("A")
+        await swarm.until(lambda: swarm.round_of("A") >= 1, 3000)
+        await asyncio.sleep(100)
+        node, coordinator = swarm.nodes["W"], swarm.nodes["W"].coordinators()[0]
+        announced = announce(
+            campaign=swarm.campaign.hash, round=node.log.round + 1, commit=node.log.last.id,
+            untrained=tuple(Interval(0, 2 * i, 2 * i + 1) for i in range(2000)), archived=tuple(range(1000, 4000)),
+        )
+
+        async def stay(name: str, seconds: float) -> None:
+            record = pack(sign(announced, SimulatedIdentity(name)))
+            async with RpcEndpoint(swarm.network.transport(name), 5.0).stream(coordinator, ROUND) as stream:
+                await stream.send(record)
+                await stream.alive(asyncio.sleep(seconds))
+
+        staying = [asyncio.ensure_future(stay(f"stays-{i}", 200.0)) for i in range(3)]
+        await asyncio.gather(*(stay(f"goes-{i}", 50.0) for i in range(3)))
+        await asyncio.sleep(1)
+        attempt = (swarm.helper if coordinator == "W" else swarm.peers[coordinator]).coordinators._attempt
+        assert attempt is not None
+        assert set(attempt._members.announced) - {"A", "W"} == {f"stays-{i}" for i in range(3)}
+        assert attempt._members.signed.keys() == attempt._members.announced.keys()
+        assert not any(each.untrained or each.archived for each in attempt._members.announced.values())
+        for each in staying:
+            each.cancel()
+        await swarm.until(lambda: swarm.round_of("A") >= 3, 3000)
+
+    simulate(main)
+
+
+def test_a_stranger_that_reports_a_manifest_of_nothing_makes_nobody_report_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    honest, asked = RoundMember._report, list[Sequence[str]]()
+
+    def report(self: RoundMember, exchange: Exchange, in_full: bool = False) -> bytes:
+        if self._node.peer_id != "X":
+            return honest(self, exchange, in_full)
+        manifest = Manifest(exchange.plan.id, exchange.me, 0, b"", b"", b"", b"")
+        staged = staged_report(exchange.results, exchange.me, self._node.decisions.incarnation, in_full)
+        return pack(Report(sign(replace(staged, manifests=(manifest.root,)), self._node.world.identity), (manifest,)))
+
+    async def ask_in_full(self: StagedReports, peers: Sequence[str]) -> None:
+        asked.append(peers)
+
+    monkeypatch.setattr(RoundMember, "_report", report)
+    monkeypatch.setattr(StagedReports, "_ask_in_full", ask_in_full)
+
+    async def main() -> None:
+        swarm = unaudited_swarm("AB", "X")
+        for name in "ABX":
+            swarm.start(name)
+        await swarm.until(lambda: swarm.round_of("A") >= 2 or bool(asked), 400)
+
+    simulate(main)
+    assert not asked
+
+
+def test_a_complaint_that_is_repeated_makes_the_coordinator_look_at_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    honest, looks = StagedReports.wait, list[bool]()
+
+    async def wait(self: StagedReports) -> None:
+        changed = self._members.changed
+        for _ in range(2):
+            changed.clear()
+            self.complain(1, Stalled(self.results.plan.id, 0, self.results.revision))
+            looks.append(changed.is_set())
+        self._complaints.clear()
+        await honest(self)
+
+    monkeypatch.setattr(StagedReports, "wait", wait)
+
+    async def main() -> None:
+        swarm = unaudited_swarm("AB", "")
+        for name in "AB":
+            swarm.start(name)
+        await swarm.until(lambda: bool(looks), 400)
+
+    simulate(main)
+    assert looks[:2] == [True, False]
+
+
+def test_a_stranger_that_counts_attempts_hides_no_straggler_delays() -> None:
+    async def main() -> int:
+        swarm = unaudited_swarm("AB", "X")
+        swarm.around["X"] = lambda world: tampered(Liar(world, swarm.campaign.config), Announces(world.identity, attempt=3))
+        for name in "ABX":
+            swarm.start(name)
+        await swarm.until(lambda: swarm.round_of("A") >= 3, 400)
+        plan = swarm.peers["A"].replica.base.plan
+        assert plan is not None
+        assert len(plan.members) == 4
+        return len(plan.proposal.straggler_delay)
+
+    assert simulate(main) == 2
+
+
+@pytest.mark.long
+def test_strangers_in_the_majority_do_not_choose_the_base() -> None:
+    async def main() -> None:
+        swarm = VirtualSwarm(campaign(total_steps=60, admission="open", sync={"min_peers": 6}))
+        for name in "VXYZ":
+            swarm.around[name] = lambda world: tampered(
+                Liar(world, swarm.campaign.config), Announces(world.identity, base_digest="ab" * 32)
+            )
+        for name in "AB":
+            swarm.invitations[name] = swarm.invitation(name, ELECTOR)
+        swarm.start_all("ABVXYZ")
+        await swarm.until(lambda: min(swarm.round_of("A"), swarm.round_of("B")) >= 4, 400)
+        assert swarm.recorders["A"].of(RoundFailed) == []
+
+    simulate(main)
+
+
+async def goes_on(swarm: VirtualSwarm, members: str, where: Callable[[Commit], bool]) -> None:
+    """Wait until the owner's log has such a commit, and the strangers' work is in rounds after it."""
+    log = swarm.nodes["W"].log
+
+    def has_work_of_all() -> bool:
+        after = [each.commit for each in log.since(-1)]
+        while after and not where(after[0]):
+            after.pop(0)
+        return any({commit.members[i] for i in commit.heard} == set(members) for commit in after)
+
+    await swarm.until(has_work_of_all, 400)
+    swarm.assert_same_commits()
+
+
+def test_an_open_campaign_goes_on_with_its_strangers_after_a_rollback() -> None:
+    async def main() -> None:
+        swarm = open_swarm(10_000, "AB", "XY", Archive(2, 2))
+        await swarm.until_round(5)
+        order = signed(Control(swarm.campaign.hash, 1, "running", (), 4, b""), SimulatedIdentity("W"))
+        swarm.nodes["W"].decisions.take_control(order)
+        await goes_on(swarm, "ABXY", is_rollback)
+
+    simulate(main)
+
+
+def test_no_rollback_is_decided_to_a_base_that_only_a_stranger_says_it_keeps() -> None:
+    async def main() -> None:
+        swarm = open_swarm(10_000, "AB", "")
+        swarm.around["X"] = lambda world: tampered(
+            Liar(world, swarm.campaign.config), Announces(world.identity, archived=(2,))
+        )
+        swarm.start("X")
+        await swarm.until_round(5)
+        order = signed(Control(swarm.campaign.hash, 1, "running", (), 2, b""), SimulatedIdentity("W"))
+        swarm.nodes["W"].decisions.take_control(order)
+        await swarm.until_round(9, 400)
+        log = swarm.nodes["W"].log
+        assert any("X" in each.commit.members for each in log.since(5))
+        assert not any(is_rollback(each.commit) for each in log.since(5))
+
+    simulate(main)
+
+
+def test_an_open_campaign_goes_on_with_its_strangers_after_a_reform() -> None:
+    async def main() -> None:
+        swarm = open_swarm(10_000, "AB", "XY")
+        await swarm.until_round(3)
+        for name in "AB":
+            swarm.kill(name)
+        await swarm.until(lambda: is_reform(swarm.nodes["W"].log.last), 400)
+        swarm.start_again("A")
+        await goes_on(swarm, "AXY", is_reform)
+
+    simulate(main)
+
+
+@pytest.mark.long
+def test_strangers_alone_train_the_shared_weights_until_their_probation_ends() -> None:
+    async def main() -> None:
+        swarm = open_swarm(160, "", "XY")
+        plans = await plans_until_finished(swarm)
+        for plan in plans.values():
+            everybody_is_new = all(member.standing == "newcomer" for member in plan.members if member.trains)
+            assert any(each.owned for each in plan.assignments) != everybody_is_new
+        assert set(swarm.nodes["X"].log.last.electorate) == {"W"}
+        first, last = swarm.recorders["X"].commits()[2], swarm.nodes["X"].log.last
+        assert first.tokens > 0
+        assert all(last.owners)
+        swarm.assert_replicas_agree()
+
+    simulate(main)
+
+
+def test_a_stranger_that_only_serves_is_refused() -> None:
+    async def main() -> None:
+        swarm = open_swarm(10_000, "A", "X")
+        await swarm.until_round(1)
+        swarm.nodes["X"].role = "helper"
+        life = swarm.tasks.pop("X")
+        swarm.peers.pop("X")
+        await asyncio.wait({life}, timeout=100)
+        with pytest.raises(UserError, match="admits helpers by invitation only"):
+            life.result()
+
+    simulate(main)
+
+
+@pytest.mark.long
+def test_strangers_that_report_at_once_do_not_end_the_wait_for_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three strangers say that they have all results, two vouched trainers need longer than `silence_s` for theirs."""
+    honest, strangers = RoundMember._exchange, "UVX"
+
+    async def exchange(self: RoundMember, stream: Stream, plan: Plan, seconds: dict[str, float], known: bytes) -> Any:
+        async def report() -> None:
+            exchanges = self._replica.exchanges.by_plan
+            while (plan.id, 0) not in exchanges:
+                await asyncio.sleep(0.02)
+            running = exchanges[plan.id, 0]
+            while True:
+                staged = staged_report(running.results, running.me, self._node.decisions.incarnation)
+                staged = replace(staged, missing=(), parts=b"")
+                await stream.send(pack(Report(sign(staged, self._node.world.identity), ())), kind=Kind.REPORT)
+                await asyncio.sleep(0.05)
+
+        if self._node.peer_id not in strangers:
+            return await honest(self, stream, plan, seconds, known)
+        lies = asyncio.ensure_future(report())
+        try:
+            return await honest(self, stream, plan, seconds, known)
+        finally:
+            lies.cancel()
+
+    after = RoundMember._after_refusal
+
+    async def after_refusal(self: RoundMember, coordinator: str, target: Any, attempt: int, *rest: Any) -> Any:
+        if self._node.peer_id not in strangers:
+            return await after(self, coordinator, target, attempt, *rest)
+        await asyncio.sleep(0.1)
+        return attempt
+
+    monkeypatch.setattr(RoundMember, "_exchange", exchange)
+    monkeypatch.setattr(RoundMember, "_after_refusal", after_refusal)
+
+    async def main() -> list[Commit]:
+        swarm = unaudited_swarm("AB", strangers, layout=WIDE)
+        for name in "AB" + strangers:
+            swarm.network.set_bandwidth(name, 1e6, 1e6)
+            swarm.start(name, bandwidth=1e6)
+        await asyncio.sleep(100)
+        return list(swarm.nodes["W"].log.recent(swarm.nodes["W"].log.round))[:-1]
+
+    commits = simulate(main, 1000.0)
+    assert len(commits) >= 3
+    assert all({"A", "B"} <= set(commit.members) for commit in commits)
+
+
+@pytest.mark.long
+def test_strangers_that_announce_before_the_coordinator_has_the_last_base_do_not_have_the_round(
+    monkeypatch: pytest.MonkeyPatch
+) -> None:
+    advance, strangers = Replica.advance, "UVX"
+
+    async def slowly(self: Replica) -> Any:
+        if self.node.peer_id not in strangers:
+            await asyncio.sleep(1)
+        return await advance(self)
+
+    monkeypatch.setattr(Replica, "advance", slowly)
+
+    async def main() -> list[Commit]:
+        swarm = unaudited_swarm("AB", strangers, seconds_per_step=4.0)
+        for name in "AB" + strangers:
+            swarm.start(name, speed=1e4 if name in strangers else 1.0)
+        await asyncio.sleep(200)
+        return list(swarm.nodes["W"].log.recent(swarm.nodes["W"].log.round))[:-1]
+
+    commits = simulate(main, 1000.0)
+    assert len(commits) >= 3
+    assert all({"A", "B"} <= set(commit.members) for commit in commits)
+
+
+def unaudited_swarm(vouched: str, strangers: str, **options: Any) -> VirtualSwarm:
+    """A swarm with a bootstrap peer, without audits, in which these have yet to start."""
+    sync = {"min_peers": len(vouched) + len(strangers), "audited_share": 0.0}
+    swarm = VirtualSwarm(campaign(total_steps=10**6, admission="open", sync=sync), **options)
+    for name in vouched:
+        swarm.invitations[name] = swarm.invitation(name, ("trainer", "elector"))
+    swarm.start_bootstrap()
+    return swarm
