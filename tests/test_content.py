@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 import logging
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,7 +20,7 @@ from spes_p2p.config.campaign import SLOWEST_LINE_BITS
 from spes_p2p.content.bases import Snapshots
 from spes_p2p.content.fetcher import BUSY_PATIENCE_S, EMPTY_REQUESTS, LATE_SILENCES, VISITORS_PATIENCE_S, Fetcher
 from spes_p2p.content.files import serve_files
-from spes_p2p.content.pieces import Body, Content, Piece, Source, listed, single
+from spes_p2p.content.pieces import Body, Content, Delivery, Piece, Source, listed, single
 from spes_p2p.content.relay import Relay
 from spes_p2p.content.tokens import TokenLibrary
 from spes_p2p.content.transfer import BUSY_RETRY_S, CHUNK_BYTES, REQUESTS_PER_PEER, SETTLED_S, ContentServer
@@ -597,6 +597,33 @@ def test_a_peer_that_takes_nothing_frees_its_place() -> None:
             assert server.uploads("file") == 0
 
     simulate(main)
+
+
+def test_of_many_donors_only_those_that_are_asked_take_time() -> None:
+    async def main() -> int:
+        tasks, body, donors = list[int](), b"piece", 200
+
+        class Counted:
+            patience_s = None
+
+            def __init__(self, name: str):
+                self.name = name
+
+            async def give(self, content: Content, indices: Sequence[int], delivery: Delivery) -> None:
+                for index in indices:
+                    await asyncio.sleep(0.1)
+                    tasks.append(len(asyncio.all_tasks()))
+                    await delivery.put(index, body)
+
+        async def keep(index: int, got: Body) -> None:
+            pass
+
+        fetcher = Fetcher(RpcEndpoint(MemoryNetwork().transport("A"), SILENCE_S))
+        content = listed("base", "x", content_digest(body) * PIECES, len(body))
+        assert not await fetcher.fetch(content, range(PIECES), [[Counted(f"D{number}") for number in range(donors)]], keep)
+        return max(tasks)
+
+    assert simulate(main) < 20
 
 
 @pytest.mark.parametrize("fast", [0, 1], ids=["all slow", "one fast"])

@@ -19,8 +19,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence, Set
 
 from spes_p2p.content.pieces import BadPiece, Body, Content, Donor, Keep
 from spes_p2p.content.transfer import BUSY_RETRY_S, MAX_BUSY_RETRY_S, REQUESTS_PER_PEER, PeerDonor
@@ -169,27 +168,52 @@ class _Download:
         self._dropped: set[str] = set()
         self._busy: set[str] = set()
         """Donors that refused the last request and are asked again later."""
+        self._busy_since: dict[str, float] = {}
+        self._empty: dict[str, int] = {}
+        """Consecutive requests that gave no piece, by donor."""
         self._requests: set[_Request] = set()
         self._changed = asyncio.Event()
-        self._complete = asyncio.Event()
         self._told_at = asyncio.get_running_loop().time()
 
     async def run(self) -> list[int]:
         """Download; return the indices that no donor gave."""
-        if not self._missing:
-            return []
-        donor_tasks = [
-            asyncio.ensure_future(self._fetch_from(donor, number)) for number, tier in enumerate(self._tiers) for donor in tier
-        ]
-        everything, complete = asyncio.gather(*donor_tasks), asyncio.ensure_future(self._complete.wait())
+        idle = [(donor, number) for number, tier in enumerate(self._tiers) for donor in tier]
+        place = {donor.name: index for index, (donor, _) in enumerate(idle)}
+        at_work: dict[asyncio.Task[None], tuple[Donor, int]] = {}
         try:
-            either: set[asyncio.Future[Any]] = {everything, complete}
-            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-            if everything.done():
-                everything.result()
+            while self._missing:
+                for task in [task for task in at_work if task.done()]:
+                    idle.append(at_work.pop(task))
+                    task.result()
+                idle.sort(key=lambda each: place[each[0].name])
+                idle = await self._put_to_work(idle, at_work)
+                if not at_work:
+                    break
+                await self._wait_for_change()
         finally:
-            await end_tasks([*donor_tasks, everything, complete])
+            await end_tasks(at_work)
         return list(self._missing)
+
+    async def _put_to_work(
+        self, idle: list[tuple[Donor, int]], at_work: dict[asyncio.Task[None], tuple[Donor, int]]
+    ) -> list[tuple[Donor, int]]:
+        """Let idle donors give what nobody is asked for yet; return those that stay idle, less those that cannot give more."""
+        stay: list[tuple[Donor, int]] = []
+        under_way = self._under_way()
+        for at, (donor, tier) in enumerate(idle):
+            if under_way is None or self._missing.keys() <= under_way:
+                return stay + idle[at:]
+            if donor.name in self._dropped or all(index in self._lacks[donor.name] for index in self._missing):
+                continue
+            if not self._batch_for(donor, tier, under_way):
+                stay.append((donor, tier))
+                continue
+            task = asyncio.create_task(self._fetch_from(donor, tier))
+            task.add_done_callback(lambda task: self._notify())
+            at_work[task] = (donor, tier)
+            await asyncio.sleep(0)  # until it has begun its request
+            under_way = self._under_way()
+        return stay
 
     async def take(self, donor: Donor, index: int, body: Body | None) -> None:
         """Verify and store what a donor gave for a piece; None: it lacks the piece. Raises BadPiece."""
@@ -200,33 +224,25 @@ class _Download:
         elif index in self._missing:
             await self._keep(index, body)
             self._missing.pop(index, None)
-            if not self._missing:
-                self._complete.set()
         self._notify()
 
     async def _fetch_from(self, donor: Donor, tier: int) -> None:
-        """Request batches from one donor until it has nothing more to give or is dropped."""
-        clock = asyncio.get_running_loop().time
-        busy_since: float | None = None
-        empty = 0
-        while any(index not in self._lacks[donor.name] for index in self._missing):
+        """Request batches from one donor until it has nothing more to give at present, or is dropped."""
+        clock, name = asyncio.get_running_loop().time, donor.name
+        while name not in self._dropped:
             async with self.fetcher.slot(donor):
-                batch = self._batch_for(donor, tier)
-                request = await self._ask(donor, batch) if batch else None
-            if request is None:
-                await self._wait_for_change()
-                continue
+                if not (batch := self._batch_for(donor, tier, self._under_way())):
+                    return
+                request = await self._ask(donor, batch)
             if request.retry_s is None:
-                busy_since, empty = None, 0 if request.given else empty + 1
+                self._busy_since.pop(name, None)
+                self._empty[name] = 0 if request.given else self._empty.get(name, 0) + 1
+                if self._empty[name] == EMPTY_REQUESTS:
+                    self._dropped.add(name)
+            elif clock() - self._busy_since.setdefault(name, clock()) < self.fetcher.busy_patience_s:
+                await asyncio.sleep(request.retry_s)
             else:
-                busy_since = clock() if busy_since is None else busy_since
-                if clock() - busy_since < self.fetcher.busy_patience_s:
-                    await asyncio.sleep(request.retry_s)
-                    continue
-            if empty == EMPTY_REQUESTS:
-                self._dropped.add(donor.name)
-            if donor.name in self._dropped | self._busy:
-                return
+                self._dropped.add(name)
 
     async def _ask(self, donor: Donor, batch: Sequence[int]) -> _Request:
         """Run one request; drop a donor that fails."""
@@ -258,12 +274,10 @@ class _Download:
             self._told_at = now
             logger.info("waiting for a turn to download %s: %s says that %s", self.content.kind, donor.name[-6:], error)
 
-    def _batch_for(self, donor: Donor, tier: int) -> list[int]:
+    def _batch_for(self, donor: Donor, tier: int, under_way: Set[int] | None) -> list[int]:
         """Return the next pieces that are not in flight and that no available donor of an earlier tier can give."""
-        prompt = [request for request in self._requests if not request.is_late()]
-        if len(prompt) >= MAX_CONCURRENT_DONORS:
+        if under_way is None:
             return []
-        under_way = {index for request in prompt for index in request.pending}
         unavailable = self._dropped | self._busy
         before = [other.name for earlier in self._tiers[:tier] for other in earlier if other.name not in unavailable]
         batch = []
@@ -275,6 +289,11 @@ class _Download:
                 if len(batch) == PIECES_PER_REQUEST:
                     break
         return batch
+
+    def _under_way(self) -> Set[int] | None:
+        """Return the pieces that are about to come; None where there are enough requests."""
+        prompt = [request for request in self._requests if not request.is_late()]
+        return None if len(prompt) >= MAX_CONCURRENT_DONORS else {index for request in prompt for index in request.pending}
 
     def _notify(self) -> None:
         self._changed.set()

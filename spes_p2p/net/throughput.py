@@ -31,8 +31,10 @@ LATE_S, CONFIRMED_BYTES = 1.0, 2**16
 MUCH_FASTER = 2.0
 BURST_BYTES = 3 * 2**17
 """Less that is confirmed promptly shows nothing: shapers let a burst pass at full speed."""
-HIDDEN_BYTES_PER_S = 2**20
-"""8 Mbit/s: a faster line carries more in a stretch than buffers take, and transfers have other reasons to pause."""
+STREAM_BUFFER_BYTES = 2**19
+FEW_STREAMS = 8
+"""What buffers of as many streams take in a stretch hides a line of up to 8 Mbit/s; a faster one carries more, and transfers have
+other reasons to pause. More streams hide faster lines, and then take whole rounds of small models."""
 KEPT_CONFIRMATIONS = 2**10
 RELIABLE_AFTER = 3
 """Measurements. A single one may be due to one slow receiver or a busy processor."""
@@ -110,12 +112,23 @@ class Throughput:
         The first is None unless a thin line was the reason.
         """
         late = [(begin_s, end_s) for _, begin_s, end_s in self._confirmed if end_s - begin_s >= LATE_S]
+        streams = max(FEW_STREAMS, len(self._confirmed))
+        hidden = streams * STREAM_BUFFER_BYTES / (STRETCH * WINDOW_S)
         prompts = [(size, end_s - begin_s) for size, begin_s, end_s in self._confirmed if 0 < end_s - begin_s < LATE_S]
         is_burst = sum(size for size, _ in prompts) < BURST_BYTES
         prompt = 0.0 if is_burst else max(size / seconds for size, seconds in prompts)
-        sustained = max((self._sent_between(*times) / (times[1] - times[0]) for times in late), default=HIDDEN_BYTES_PER_S)
-        is_line = sustained < HIDDEN_BYTES_PER_S and prompt <= MUCH_FASTER * sustained
+        if streams > FEW_STREAMS:  # what was sent says nothing
+            first_s = min(begin_s for _, begin_s, _ in self._confirmed)
+            rates = [self._confirmed_by(end_s) / (end_s - first_s) for _, end_s in late]
+        else:
+            rates = [self._sent_between(*times) / (times[1] - times[0]) for times in late]
+        sustained = max(rates, default=hidden)
+        is_line = sustained < hidden and prompt <= MUCH_FASTER * sustained
         return sustained if is_line else None, prompt
+
+    def _confirmed_by(self, end_s: float) -> float:
+        """Return what surely left the buffers: about half of what the line carried, as results are sent at the same time."""
+        return sum(size for size, _, ended_s in self._confirmed if ended_s <= end_s)
 
     def _sent_between(self, begin_s: float, end_s: float) -> float:
         return sum(self._windows.get(window, 0.0) for window in range(int(begin_s / WINDOW_S), int(end_s / WINDOW_S) + 1))
