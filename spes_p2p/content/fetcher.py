@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from bisect import insort
 from collections.abc import Iterable, Iterator, Sequence, Set
 
 from spes_p2p.content.pieces import BadPiece, Body, Content, Donor, Keep
@@ -183,9 +184,8 @@ class _Download:
         try:
             while self._missing:
                 for task in [task for task in at_work if task.done()]:
-                    idle.append(at_work.pop(task))
+                    insort(idle, at_work.pop(task), key=lambda each: place[each[0].name])
                     task.result()
-                idle.sort(key=lambda each: place[each[0].name])
                 idle = await self._put_to_work(idle, at_work)
                 if not at_work:
                     break
