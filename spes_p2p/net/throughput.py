@@ -33,8 +33,8 @@ BURST_BYTES = 3 * 2**17
 """Less that is confirmed promptly shows nothing: shapers let a burst pass at full speed."""
 STREAM_BUFFER_BYTES = 2**19
 FEW_STREAMS = 8
-"""What the buffers of so many streams take in a stretch hides a line of up to 8 Mbit/s; a faster one carries more, and transfers
-have other reasons to pause. More streams hide faster lines, and take whole rounds of small models."""
+"""What the buffers of so many streams take in a stretch hides a line of up to 8 Mbit/s; a faster one carries more, and
+transfers have other reasons to pause. More streams hide faster lines, and take whole rounds of small models."""
 KEPT_CONFIRMATIONS = 2**10
 RELIABLE_AFTER = 3
 """Measurements. A single one may be due to one slow receiver or a busy processor."""
