@@ -86,6 +86,33 @@ def test_nobody_calls_a_line_slow_after_one_or_two_measurements() -> None:
     assert told == [0, 0, line.last_bytes_per_s]
 
 
+def test_what_interfaces_sent_counts_where_buffers_took_a_round_at_once() -> None:
+    line, rate = Throughput(), 625e3
+    line.count(5_000_000, 10.0, 10.2)
+    for half in range(60):
+        sent = min(max(0, half - 20) * rate / 2, 5_200_000)
+        line.see({"eth0": int(sent), "tun0": int(0.9 * sent)}, half / 2)
+    assert line.bytes_per_s() == pytest.approx(rate, rel=0.1)
+
+
+@pytest.mark.parametrize("busy_s", [2, 8])
+def test_pauses_of_an_interface_do_not_count(busy_s: int) -> None:
+    line, rate, sent = Throughput(), 2.5e6, 0.0
+    for half in range(40):
+        line.see({"eth0": int(sent)}, half / 2)
+        sent += rate / 2 if 10 <= half < 10 + 2 * busy_s else 500
+    line.count(int(busy_s * rate), 5.0, 5.3)
+    assert line.bytes_per_s() == pytest.approx(rate, rel=0.1)
+
+
+def test_what_other_programs_send_makes_no_line_fast() -> None:
+    line = Throughput()
+    send(line, 1_000_000, 1e5, 0.0)
+    for half in range(20):
+        line.see({"eth0": half * 10_000_000}, half / 2)
+    assert line.bytes_per_s() == pytest.approx(1e5, rel=0.1)
+
+
 def test_lines_that_are_faster_than_processors_count_as_alike() -> None:
     found = []
     for rate in (3e7, 3e8):

@@ -158,8 +158,10 @@ async def live(
     from spes_p2p.campaign.genesis import make_genesis, save_base_0
     from spes_p2p.messages.codec import pack, unpack
     from spes_p2p.messages.consensus import Commit
+    from spes_p2p.net.interface_bytes import sent_by_interfaces
     from spes_p2p.net.interfaces import Identity, World
     from spes_p2p.net.libp2p import start_libp2p
+    from spes_p2p.net.limits import Line
     from spes_p2p.peer.announcing import NOTHING_TO_TRAIN, Capacity
     from spes_p2p.peer.durable import voter_incarnation
     from spes_p2p.peer.life import Peer
@@ -179,7 +181,9 @@ async def live(
     del weights, base0
     transport = delayed(net.transport, spec["latency_s"])
     identity = net.identity if spec.get("signs", True) else cast(Identity, trustful(net.identity))
-    world = World(transport, net.registry, identity, store, time.time, random.Random(), asyncio.to_thread)
+    world = World(
+        transport, net.registry, identity, store, time.time, random.Random(), asyncio.to_thread, Line(sent=sent_by_interfaces)
+    )
     helps = spec["kind"] == "bootstrap"
 
     def observe(event: Any) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 LINE_OVERHEAD = 1.035
@@ -88,14 +89,19 @@ class Line:
 
     up: Pacer | None = None
     down: Pacer | None = None
+    sent: Callable[[], Mapping[str, int]] | None = None
+    """Returns the bytes that each interface of this machine has sent; None in virtual time."""
 
 
 UNLIMITED = Line()
 
 
-def limited_line(upload_bits_per_s: float | None, download_bits_per_s: float | None) -> Line:
-    """A line with these limits; None: no limit in that direction."""
+def limited_line(
+    upload_bits_per_s: float | None, download_bits_per_s: float | None, sent: Callable[[], Mapping[str, int]] | None = None
+) -> Line:
+    """A line with these limits; None: no limit in that direction. `sent`: see `Line`."""
     return Line(
         None if upload_bits_per_s is None else Pacer(upload_bits_per_s),
         None if download_bits_per_s is None else Pacer(download_bits_per_s),
+        sent,
     )

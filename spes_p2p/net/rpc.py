@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from functools import partial
 from typing import Any, TypeVar
 
@@ -30,7 +30,7 @@ from spes_p2p.net.nearness import Nearness
 from spes_p2p.net.pipe import pipe
 from spes_p2p.net.shares import STREAM_COST, Shares
 from spes_p2p.net.tasks import end_tasks
-from spes_p2p.net.throughput import Throughput
+from spes_p2p.net.throughput import WINDOW_S, Throughput
 from spes_p2p.net.turns import RETRY_S
 
 logger = logging.getLogger(__name__)
@@ -322,6 +322,8 @@ class RpcEndpoint:
         """Called before a stream of a peer is served; raises Refused for one that may not use the method."""
         self._handlers: dict[str, StreamHandler] = {}
         self._own: set[asyncio.Task[None]] = set()
+        if line.sent is not None:
+            self._own.add(asyncio.create_task(self._watch_interfaces(line.sent)))
 
     @property
     def peer_id(self) -> str:
@@ -405,9 +407,14 @@ class RpcEndpoint:
             await asyncio.sleep(RETRY_S)
 
     async def close(self) -> None:
-        """End the peer's streams to itself."""
+        """End the peer's streams to itself, and all else that runs here."""
         for task in tuple(self._own):
             task.cancel()
+
+    async def _watch_interfaces(self, sent: Callable[[], Mapping[str, int]]) -> None:
+        while True:
+            self.upload.see(sent(), asyncio.get_running_loop().time())
+            await asyncio.sleep(WINDOW_S)
 
     async def _answer(self, method: str, channel: Channel) -> None:
         place = self.shares.enter(channel.remote)

@@ -8,6 +8,9 @@ Buffers hide a thin line: those of the kernel, the muxer and p2pd take about hal
 whole round of a small model. So when receivers confirm transfers late, the line counts for no more than what was sent from the
 beginning of a transfer to its confirmation. If one receiver confirmed much faster than the others, they are the reason.
 
+Where the machine says what its interfaces have sent, that counts instead, if most of it came from here: behind them are only
+the buffers of the network. Otherwise it is a bound.
+
 On a fast line the CPU is the limit: a peer with more to send measures a higher rate, gets more to send, and so on. Fast lines
 therefore count as equal.
 """
@@ -15,6 +18,7 @@ therefore count as equal.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 
 WINDOW_S = 0.5
 STRETCH = 8
@@ -31,11 +35,11 @@ LATE_S, CONFIRMED_BYTES = 1.0, 2**16
 MUCH_FASTER = 2.0
 BURST_BYTES = 3 * 2**17
 """Less that is confirmed promptly shows nothing: shapers let a burst pass at full speed."""
-STREAM_BUFFER_BYTES = 2**19
-FEW_STREAMS = 8
-"""What the buffers of so many streams take in a stretch hides a line of up to 8 Mbit/s; a faster one carries more, and
-transfers have other reasons to pause. More streams hide faster lines, and take whole rounds of small models."""
+HIDDEN_BYTES_PER_S = 2**20
+"""8 Mbit/s: a faster line carries more in a stretch than buffers take, and transfers have other reasons to pause."""
 KEPT_CONFIRMATIONS = 2**10
+IDLE = 0.125
+"""An interface that sends less than this part of its fullest window has a pause."""
 RELIABLE_AFTER = 3
 """Measurements. A single one may be due to one slow receiver or a busy processor."""
 
@@ -49,18 +53,24 @@ class Throughput:
         self._measured = 0
         self._windows: dict[int, float] = {}
         """Bytes by window, since the last call of `bytes_per_s`."""
+        self._sent: tuple[float, Mapping[str, int]] | None = None
+        """When the interfaces were read, and the bytes that each had sent."""
+        self._on_wire: dict[int, float] = {}
+        """Bytes of the interface that sent most, by window, since the last call of `bytes_per_s`."""
         self._confirmed: deque[tuple[int, float, float]] = deque(maxlen=KEPT_CONFIRMATIONS)
         """Bytes, begin and time of confirmation, since then."""
 
     def count(self, size: int, begin_s: float, end_s: float) -> None:
         """Count bytes sent between two times, spread over the windows between them."""
-        first, last = int(begin_s / WINDOW_S), int(end_s / WINDOW_S)
-        for window in range(max(first, last - KEPT_WINDOWS), last + 1):
-            within_s = min(end_s, (window + 1) * WINDOW_S) - max(begin_s, window * WINDOW_S)
-            share = within_s / (end_s - begin_s) if last > first else 1.0
-            self._windows[window] = self._windows.get(window, 0.0) + share * size
-        while len(self._windows) > KEPT_WINDOWS:
-            del self._windows[min(self._windows)]
+        _spread(self._windows, size, begin_s, end_s)
+
+    def see(self, sent: Mapping[str, int], now_s: float) -> None:
+        """Take the bytes that each interface of this machine has sent so far. What a virtual one sends, another one does."""
+        if self._sent is not None:
+            begin_s, before = self._sent
+            most = max((size - before.get(name, size) for name, size in sent.items()), default=0)
+            _spread(self._on_wire, most, begin_s, now_s)
+        self._sent = now_s, sent
 
     def confirm(self, size: int, begin_s: float, end_s: float) -> None:
         """Note that a receiver confirmed at `end_s` a transfer of these bytes, which were counted too."""
@@ -69,9 +79,11 @@ class Throughput:
 
     def bytes_per_s(self) -> float:
         """Update the estimate with the traffic since the last call, and return it."""
-        found = self._fullest() / WINDOW_S
-        sustained, prompt = self._until_confirmed()
-        if sustained is not None:
+        found, on_wire = _fullest(self._windows) / WINDOW_S, self._on_wire_per_s()
+        sustained, prompt = (None, 0.0) if on_wire else self._until_confirmed()
+        if on_wire:
+            found = on_wire if 2 * sum(self._windows.values()) >= sum(self._on_wire.values()) else min(found, on_wire)
+        elif sustained is not None:
             found = min(found, sustained) if found >= LEAST_BYTES_PER_S else sustained
         elif found < LEAST_BYTES_PER_S and prompt > self._estimate:
             found = prompt  # a line that counted as thin, for instance because the processor was busy, and is not
@@ -80,6 +92,7 @@ class Throughput:
             self._estimate += news * (found - self._estimate)
             self._measured += 1
         self._windows.clear()
+        self._on_wire.clear()
         self._confirmed.clear()
         return self.last_bytes_per_s
 
@@ -93,18 +106,10 @@ class Throughput:
         """That estimate, or 0 (unknown) while it rests on too few measurements to call a line slow."""
         return self.last_bytes_per_s if self._measured >= RELIABLE_AFTER else 0.0
 
-    def _fullest(self) -> float:
-        """Return the mean bytes per window of the fullest stretch; 0 without one."""
-        fullest, run = 0.0, list[float]()
-        for window in sorted(self._windows):
-            if window - 1 not in self._windows:
-                run = []
-            elif window + 1 in self._windows:
-                run.append(self._windows[window])
-            stretch = run[-STRETCH:]
-            if len(stretch) == STRETCH or (stretch and window + 1 not in self._windows):
-                fullest = max(fullest, sum(stretch) / len(stretch))
-        return fullest
+    def _on_wire_per_s(self) -> float:
+        """Return the fullest stretch of an interface, in bytes a second; 0 without one."""
+        least = IDLE * max(self._on_wire.values(), default=0.0)
+        return _fullest({window: size for window, size in self._on_wire.items() if size > least}) / WINDOW_S
 
     def _until_confirmed(self) -> tuple[float | None, float]:
         """Return the bytes per second that were sent until a late confirmation, and the most of a prompt one.
@@ -112,23 +117,37 @@ class Throughput:
         The first is None unless a thin line was the reason.
         """
         late = [(begin_s, end_s) for _, begin_s, end_s in self._confirmed if end_s - begin_s >= LATE_S]
-        streams = max(FEW_STREAMS, len(self._confirmed))
-        hidden = streams * STREAM_BUFFER_BYTES / (STRETCH * WINDOW_S)
         prompts = [(size, end_s - begin_s) for size, begin_s, end_s in self._confirmed if 0 < end_s - begin_s < LATE_S]
         is_burst = sum(size for size, _ in prompts) < BURST_BYTES
         prompt = 0.0 if is_burst else max(size / seconds for size, seconds in prompts)
-        if streams > FEW_STREAMS:  # what was sent says nothing
-            first_s = min(begin_s for _, begin_s, _ in self._confirmed)
-            rates = [self._confirmed_by(end_s) / (end_s - first_s) for _, end_s in late]
-        else:
-            rates = [self._sent_between(*times) / (times[1] - times[0]) for times in late]
-        sustained = max(rates, default=hidden)
-        is_line = sustained < hidden and prompt <= MUCH_FASTER * sustained
+        sustained = max((self._sent_between(*times) / (times[1] - times[0]) for times in late), default=HIDDEN_BYTES_PER_S)
+        is_line = sustained < HIDDEN_BYTES_PER_S and prompt <= MUCH_FASTER * sustained
         return sustained if is_line else None, prompt
-
-    def _confirmed_by(self, end_s: float) -> float:
-        """Return what surely left the buffers: about half of what the line carried, as results are sent at the same time."""
-        return sum(size for size, _, ended_s in self._confirmed if ended_s <= end_s)
 
     def _sent_between(self, begin_s: float, end_s: float) -> float:
         return sum(self._windows.get(window, 0.0) for window in range(int(begin_s / WINDOW_S), int(end_s / WINDOW_S) + 1))
+
+
+def _spread(windows: dict[int, float], size: float, begin_s: float, end_s: float) -> None:
+    """Add bytes that were sent between two times to the windows between them."""
+    first, last = int(begin_s / WINDOW_S), int(end_s / WINDOW_S)
+    for window in range(max(first, last - KEPT_WINDOWS), last + 1):
+        within_s = min(end_s, (window + 1) * WINDOW_S) - max(begin_s, window * WINDOW_S)
+        share = within_s / (end_s - begin_s) if last > first else 1.0
+        windows[window] = windows.get(window, 0.0) + share * size
+    while len(windows) > KEPT_WINDOWS:
+        del windows[min(windows)]
+
+
+def _fullest(windows: Mapping[int, float]) -> float:
+    """Return the mean bytes per window of the fullest stretch; 0 without one."""
+    fullest, run = 0.0, list[float]()
+    for window in sorted(windows):
+        if window - 1 not in windows:
+            run = []
+        elif window + 1 in windows:
+            run.append(windows[window])
+        stretch = run[-STRETCH:]
+        if len(stretch) == STRETCH or (stretch and window + 1 not in windows):
+            fullest = max(fullest, sum(stretch) / len(stretch))
+    return fullest

@@ -15,6 +15,7 @@ from spes_p2p.errors import Broken
 from spes_p2p.messages.admission import Invitation
 from spes_p2p.messages.consensus import Commit
 from spes_p2p.net.checkup import Checkup
+from spes_p2p.net.interface_bytes import sent_by_interfaces
 from spes_p2p.net.interfaces import World
 from spes_p2p.net.libp2p import Libp2p, check_addresses, start_libp2p
 from spes_p2p.net.limits import limited_line
@@ -60,7 +61,7 @@ def first_contact(net: Libp2p) -> RpcEndpoint:
 
 def world_of(net: Libp2p, store: Store, settings: PeerConfig) -> World:
     """Return the real world of a peer, with the rate limits of the settings."""
-    return net.world(store, limited_line(settings.max_upload, settings.max_download))
+    return net.world(store, limited_line(settings.max_upload, settings.max_download, sent_by_interfaces))
 
 
 async def make_node(
