@@ -105,12 +105,13 @@ def test_pauses_of_an_interface_do_not_count(busy_s: int) -> None:
     assert line.bytes_per_s() == pytest.approx(rate, rel=0.1)
 
 
-def test_what_other_programs_send_makes_no_line_fast() -> None:
-    line = Throughput()
+@pytest.mark.parametrize("others", [1e5, 2e7])
+def test_what_other_programs_send_or_buffers_took_before_says_nothing(others: float) -> None:
+    line = Throughput(2.5e6)
     send(line, 1_000_000, 1e5, 0.0)
-    for half in range(20):
-        line.see({"eth0": half * 10_000_000}, half / 2)
-    assert line.bytes_per_s() == pytest.approx(1e5, rel=0.1)
+    for half in range(40):
+        line.see({"eth0": int(half / 2 * (1.5e5 + others))}, half / 2)
+    assert line.bytes_per_s() == 2.5e6
 
 
 def test_lines_that_are_faster_than_processors_count_as_alike() -> None:

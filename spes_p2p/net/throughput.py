@@ -9,7 +9,7 @@ whole round of a small model. So when receivers confirm transfers late, the line
 beginning of a transfer to its confirmation. If one receiver confirmed much faster than the others, they are the reason.
 
 Where the machine says what its interfaces have sent, that counts instead, if most of it came from here: behind them are only
-the buffers of the network. Otherwise it is a bound.
+the buffers of the network. Otherwise nothing is measured: it may be what buffers took before, or what other programs send.
 
 On a fast line the CPU is the limit: a peer with more to send measures a higher rate, gets more to send, and so on. Fast lines
 therefore count as equal.
@@ -82,7 +82,8 @@ class Throughput:
         found, on_wire = _fullest(self._windows) / WINDOW_S, self._on_wire_per_s()
         sustained, prompt = (None, 0.0) if on_wire else self._until_confirmed()
         if on_wire:
-            found = on_wire if 2 * sum(self._windows.values()) >= sum(self._on_wire.values()) else min(found, on_wire)
+            is_own = 2 * sum(self._windows.values()) >= sum(self._on_wire.values())
+            found = on_wire if is_own else 0.0
         elif sustained is not None:
             found = min(found, sustained) if found >= LEAST_BYTES_PER_S else sustained
         elif found < LEAST_BYTES_PER_S and prompt > self._estimate:
