@@ -486,6 +486,15 @@ NEEDS_LIBRARIES = re.compile(
 """Cases that are found out by asking the network, torch or hivemind."""
 
 
+@pytest.mark.parametrize("devices", ["all", "1"])
+def test_gpus_that_are_not_there_are_refused_before_anything_is_dialled(
+    devices: str, place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    told = f"error: --devices {devices}: this machine has no GPU that torch can use; give --devices cpu or auto\n"
+    assert call(*join(place, "--devices", devices)) == Ended(2, "", told)
+
+
 @pytest.mark.network
 def test_without_a_terminal_a_progress_bar_is_a_line_now_and_then(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -128,6 +128,7 @@ def join(
     options.check_data_folders(data_dir)
     options.check_identity(identity)
     options.check_checkpoint(checkpoint)
+    options.check_devices(devices)
     if context.obj is CHECK_ONLY:
         return
     from spes_p2p.session.own_state import require_unused
