@@ -200,6 +200,8 @@ def _order_pause(run_dir: Path, pauses: bool, as_json: bool) -> None:
         print("ordered; the trainer is still preparing and pauses before it trains")
     elif not pauses and state.trains:
         print("running: it trains")
+    elif not pauses and state.waits_for_owner:
+        print("your pause is over; the owner's pause of the campaign holds, and the trainer goes on when that ends")
     elif not pauses and not state.reason:
         print(f"{state.line}; it trains after that")
     else:
