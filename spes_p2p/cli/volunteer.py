@@ -170,13 +170,12 @@ def me(
     from spes_p2p.client.me import as_the_swarm_says, look_at, look_at_worth, render
     from spes_p2p.observe.json_values import to_json
 
-    key = identity or run_dir / "identity.key"
-    found = look_at(run_dir, key)
+    found = look_at(run_dir, identity)
     if worth:
         for_what = "measuring the loss without your experts"
         say_waiting(f"{for_what}, at the lowest priority")
         with ProgressBar(for_what, "loading the model, at the lowest priority") as update:
-            found = look_at_worth(run_dir, key, data_dir or (), update)
+            found = look_at_worth(run_dir, identity, data_dir or (), update)
     if found.state == "paused":
         setup_logging("warning", False)
         with waiting("asking the swarm how far it is"):
