@@ -294,6 +294,8 @@ BAD_COMMANDS: dict[str, tuple[Callable[[Place], list[str]], tuple[str, ...]]] = 
     "join no experts": (lambda p: join(p, "--experts", "0"), ("--experts", "0")),
     "bootstrap other nobody": (
         lambda p: bootstrap(p, "--listen", LOOPBACK, "--peer", NOBODY), ("no peer answers at", NOBODY)),
+    "bootstrap identity is not there": (
+        lambda p: bootstrap(p, "--identity", "no.key", "--peer", NOBODY), ("--identity 'no.key': no such file; give",)),
     "bootstrap other malformed": (lambda p: bootstrap(p, "--peer", "localhost"), ("'localhost'", "/p2p/")),
     "doctor nothing": (lambda p: ["doctor"], ("ADDRESS",)),
     "doctor malformed": (lambda p: ["doctor", "203.0.113.7:31337"], ("'203.0.113.7:31337'", "/p2p/")),
@@ -481,9 +483,18 @@ def test_a_wrong_command_is_refused(case: str, place: Place) -> None:
 
 NEEDS_LIBRARIES = re.compile(
     r"nobody|dashboard (host|port)|metrics host elsewhere|control key|invite (to nothing|malformed)|run-dir|little memory|"
-    r"plan (peers|GPUs)|export (no|over)|simulate |(me|identity) of"
+    r"plan (peers|GPUs)|export (no|over)|simulate |(me|identity) of|bootstrap identity"
 )
 """Cases that are found out by asking the network, torch or hivemind."""
+
+
+@pytest.mark.parametrize("devices", ["all", "1"])
+def test_gpus_that_are_not_there_are_refused_before_anything_is_dialled(
+    devices: str, place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    told = f"error: --devices {devices}: this machine has no GPU that torch can use; give --devices cpu or auto\n"
+    assert call(*join(place, "--devices", devices)) == Ended(2, "", told)
 
 
 @pytest.mark.network

@@ -409,7 +409,9 @@ def test_a_trainer_that_goes_says_what_came_of_its_work_and_how_to_go_on() -> No
     work = "144k tokens trained here are in the base"
     go_on = "to continue, join again with --run-dir runs/peer"
     assert farewell(left, records, Path("runs/peer")) == f"left · {work} · {go_on}"
-    assert farewell_of_bootstrap(left, Path("runs/b")) == "left · to continue, start it again with --run-dir runs/b"
+    start_again = "left · to continue, start it again with --run-dir runs/b"
+    assert farewell_of_bootstrap(left, Path("runs/b")) == start_again
+    assert farewell_of_bootstrap(left, Path("runs/b"), Path("my.key")) == f"{start_again} --identity my.key"
     take = f"{work} · export it: spes-p2p export --run-dir runs/peer --output checkpoint"
     assert farewell(done, records, Path("runs/peer")) == f"the campaign is done · {take}"
     assert farewell(stopped, records, Path("runs/peer")) == f"the campaign was stopped by its owner · {take}"

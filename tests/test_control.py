@@ -576,7 +576,7 @@ def test_a_complete_campaign_goes_on_when_its_owner_adds_steps(overlap: bool, ca
         assert swarm.recorders["A"].of(RoundCommitted)[-1].campaign_step == 70
         assert swarm.recorders["D"].of(RoundCommitted)[-1].campaign_step == 70
         assert swarm.recorders["W"].commits()[last + 1].campaign_step == 40, "this round brings the order"
-        with_its_moments = f"with the moments of this trainer when it left round {last + 1}"
+        with_its_moments = f"with the moments of this trainer when it left after round {last}"
         assert sum(with_its_moments in line for line in caplog.messages) == 3
         assert not any("no checkpoint of round" in line for line in caplog.messages)
 

@@ -347,7 +347,8 @@ def test_without_a_swarm_it_says_so_and_keeps_trying() -> None:
                 assert NOBODY in document["message"]
                 while "tried 2 times" not in document["message"]:
                     _, document = await next_event(response)
-                assert document["message"].startswith("no peer answers at")
+                told = f"no peer that has the campaign answers at {NOBODY}; tried 2 times, retrying"
+                assert document["message"] == told, "advice for who typed a command that ended has no place on the page"
         finally:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)

@@ -1,13 +1,17 @@
-"""A signature proves which peer made it, and the identity file is the one that libp2p reads."""
+"""A signature proves which peer made it, the identity file is the one that libp2p reads, and a bootstrap peer keeps its own."""
 
 from pathlib import Path
 
 import pytest
 from hivemind.p2p import PeerID
 from network_swarm import call
+from recorded_run import run_dir
 
+from spes_p2p.config.campaign import make_peer_config
 from spes_p2p.errors import UserError
 from spes_p2p.net.identity import SESSION_KEY_BYTES, SESSION_SIGNATURE_BYTES, RSAIdentity
+from spes_p2p.session.run_dir import ADDRESS_FILE
+from spes_p2p.session.same_identity import require_same_identity
 from spes_p2p.testing.simulated_identity import PROOF_BYTES, SIGNATURE_BYTES, SimulatedIdentity
 
 
@@ -83,3 +87,34 @@ def test_the_command_says_when_it_makes_a_key(tmp_path: Path) -> None:
     made, found = (call("identity", "--identity", str(key)) for _ in range(2))
     assert made.stderr == f"{key}: made a new key; it is this peer's identity, so keep it\n"
     assert (found.stderr, found.stdout) == ("", made.stdout)
+
+
+@pytest.mark.parametrize("begins", [True, False])
+def test_a_bootstrap_peer_goes_on_with_its_own_key_only(tmp_path: Path, begins: bool) -> None:
+    folder, typo, another = run_dir(tmp_path / "run", []), tmp_path / "typo.key", RSAIdentity(tmp_path / "another.key")
+    own = RSAIdentity(folder / "identity.key")
+    (folder / ADDRESS_FILE).write_text(f"/ip4/203.0.113.7/tcp/31337/p2p/{own.peer_id}\n")
+    require_same_identity(make_peer_config(run_dir=folder), begins)
+    require_same_identity(make_peer_config(run_dir=folder, identity=own.path.rename(tmp_path / "own.key")), begins)
+    served = f"but {folder} was served by {own.peer_id} before; give that peer's key with --identity, or another --run-dir"
+    for path, given in ((None, "no such file"), (typo, "no such file"), (another.path, f"the key of {another.peer_id}")):
+        with pytest.raises(UserError) as refused:
+            require_same_identity(make_peer_config(run_dir=folder, identity=path), begins)
+        assert str(refused.value) == f"{path or own.path}: {given}, {served}"
+    (folder / ADDRESS_FILE).unlink()
+    with pytest.raises(UserError, match=r"typo.key: no such file, but .* was served by another peer before"):
+        require_same_identity(make_peer_config(run_dir=folder, identity=typo), begins)
+
+
+def test_a_campaign_begins_with_a_new_key_and_a_name_that_was_given_is_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    for begins in (True, False):
+        require_same_identity(make_peer_config(run_dir=tmp_path), begins)
+    assert caplog.messages == []
+    named = make_peer_config(run_dir=tmp_path, identity=tmp_path / "my.key")
+    require_same_identity(named, begins=True)
+    assert caplog.messages == [f"{tmp_path / 'my.key'}: no such file; making a new key, that of the campaign's owner"]
+    with pytest.raises(UserError, match=r"--identity '.*my.key': no such file; give this peer's key, or make one"):
+        require_same_identity(named, begins=False)

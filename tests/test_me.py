@@ -11,12 +11,16 @@ import pytest
 from recorded_run import run_dir
 from synthetic_swarm import synthetic_swarm
 
+from spes_p2p.campaign.files import read_run_dir
 from spes_p2p.client.me import StillPreparing, as_of, look_at, own_share, render
+from spes_p2p.config.campaign import make_peer_config
 from spes_p2p.errors import UserError
 from spes_p2p.messages.presence import Contribution, RoundRecord
+from spes_p2p.net.identity import RSAIdentity
 from spes_p2p.observe.events import BaseRestored, Controlled, Event, PhaseTrained, RoundCommitted
 from spes_p2p.observe.history import Entry
-from spes_p2p.session.own_state import OwnState, StateFile
+from spes_p2p.session.observers import observing
+from spes_p2p.session.own_state import STATE_FILE, OwnState, StateFile
 
 ME, OTHER = "QmMe", "QmOther"
 RUNNING = OwnState("running", 0.0)
@@ -106,6 +110,22 @@ def test_rounds_that_the_journal_has_lost_count_by_the_records_of_others() -> No
 
 def test_hours_are_those_of_training_steps() -> None:
     assert own_share(journal(phase(1800), phase(900)), ME, 20, None, now=0.0).hours == 0.75
+
+
+def test_of_a_run_dir_that_two_identities_used_it_tells_of_the_last_one(tmp_path: Path) -> None:
+    folder = run_dir(tmp_path, [])
+    (folder / STATE_FILE).touch()
+    RSAIdentity(folder / "identity.key")
+    known = read_run_dir(folder)
+    assert known is not None
+    for peer, seconds in ((OTHER, 1800), (ME, 600), (ME, 300)):
+        with observing(known[0], make_peer_config(run_dir=folder), peer, "trainer") as observers:
+            observers.all(phase(seconds))
+    share = look_at(folder)
+    assert (share.peer_id, share.hours, share.others) == (ME, 0.25, (OTHER,))
+    assert render(share).endswith("\n  journal  other entries are another identity's (mOther) and do not count here")
+    given = look_at(folder, folder / "identity.key")
+    assert (given.hours, given.others) == (0, (OTHER, ME))
 
 
 def test_a_trainer_that_does_not_run_has_no_experts_and_no_next_round() -> None:

@@ -35,6 +35,7 @@ from spes_p2p.observe.events import (
     Event,
     Observer,
     PeersSeen,
+    PeerStarted,
     PhaseTrained,
     RoundFailed,
     StateEntered,
@@ -54,6 +55,7 @@ from spes_p2p.observe.units import human_bytes, human_count, human_indices, huma
 from spes_p2p.peer.reporter import median_upload
 
 KEPT: tuple[Event, ...] = (
+    PeerStarted("a"),
     BaseRestored(BEFORE_TRAINING, 0, 100, 0, "d", "disk", OWNERS),
     PhaseTrained(1, 10, 500, math.inf, 0.1, 12.0, 0),
     commit(1),
@@ -90,7 +92,7 @@ def test_history_gives_back_what_was_kept_in_order(tmp_path: Path) -> None:
     assert [entry.event for entry in entries if not isinstance(entry.event, PhaseTrained)] == [
         event for event in KEPT if not isinstance(event, PhaseTrained)
     ]
-    trained = entries[1].event
+    trained = entries[2].event
     assert isinstance(trained, PhaseTrained)
     assert math.isnan(trained.loss)
     assert {entry.time for entry in entries} == {12.5}

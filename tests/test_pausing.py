@@ -15,7 +15,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from network_swarm import LocalPeer, LocalPeers, call, free_port, write_variant
+from network_swarm import Ended, LocalPeer, LocalPeers, call, free_port, write_variant
 from recorded_run import run_dir
 
 from spes_p2p.client import own_peer
@@ -24,7 +24,7 @@ from spes_p2p.config.addresses import EXAMPLE_ADDRESS
 from spes_p2p.config.campaign import PeerConfig, make_peer_config
 from spes_p2p.errors import NobodyAnswers, UserError
 from spes_p2p.observe.events import BaseRestored, RoundFailed, StateEntered
-from spes_p2p.session.own_state import OwnState, StateFile, order_pause, read_own_state
+from spes_p2p.session.own_state import OWNERS_PAUSE, OwnState, StateFile, order_pause, read_own_state
 from spes_p2p.session.pausing import Pauses
 from spes_p2p.session.run import run_join
 from spes_p2p.storage.files import write_whole
@@ -175,6 +175,15 @@ def test_resume_says_what_a_trainer_waits_for_that_its_quota_still_pauses(tmp_pa
     ended = call("resume", str(tmp_path))
     state.close()
     assert (ended.code, ended.stdout, ended.stderr) == (0, f"{QUOTA.line}\n", "")
+
+
+def test_resume_says_at_once_that_the_owners_pause_holds(tmp_path: Path) -> None:
+    state = StateFile(tmp_path)
+    state.write(OwnState("running", 0.0, detail=OWNERS_PAUSE))
+    ended = call("resume", str(tmp_path))
+    state.close()
+    told = "your pause is over; the owner's pause of the campaign holds, and the trainer goes on when that ends\n"
+    assert ended == Ended(0, told, "")
 
 
 def test_pause_answers_when_a_trainer_that_was_paused_already_says_that_the_order_holds(tmp_path: Path) -> None:

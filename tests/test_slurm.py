@@ -29,12 +29,14 @@ def run(folder: Path, *options: str, peer: str = "exit 0") -> subprocess.Complet
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
 
 
-def test_the_dry_run_prints_a_command_that_join_accepts(tmp_path: Path) -> None:
+def test_the_dry_run_prints_a_command_that_join_accepts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = run(tmp_path, "--dry-run", "--max-upload", "20mbit")
     program, *arguments = shlex.split(made.stdout)
     run_dir = tmp_path / "my runs" / "peer-3"
     assert (program, made.returncode) == ("spes-p2p", 0)
     assert arguments == ["join", ADDRESS, "--devices", "all", "--run-dir", str(run_dir), "--max-upload", "20mbit"]
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)  # as on the nodes
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     ended = call(*arguments)
     assert ended.code == 2, ended.stderr
     assert "no peer answers" in ended.stderr.splitlines()[-1]

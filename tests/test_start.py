@@ -19,6 +19,7 @@ from network_swarm import call
 from round_trip import IDS, difference, export, keys_of, started
 from safetensors.torch import load_file, save_file
 from sample_text import CONFIGS, TEXT
+from tqdm import tqdm
 from transformers import AutoModelForCausalLM
 
 from spes_p2p.campaign.files import read_campaign
@@ -199,11 +200,11 @@ def test_a_name_on_the_hub_is_downloaded_and_recorded_with_its_commit(
 
     def snapshot_download(name: str, **options: Any) -> str:
         asked.append((name, options["revision"]))
-        return str(snapshot)
+        return str(next(iter(tqdm([snapshot], desc="Fetching"))))
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
     ended = call("init", str(tmp_path / "made"), "--from", "owner/model@main", "--text", str(TEXT / "train/wordnet.jsonl"))
-    assert ended.code == 0, ended.stderr
+    assert (ended.code, "Fetching" in ended.stderr) == (0, False), "no terminal shows a bar"
     files = read_campaign(tmp_path / "made/campaign.yaml")
     assert files.campaign.config.start is not None
     assert files.campaign.config.start.checkpoint == f"owner/model@{commit}"

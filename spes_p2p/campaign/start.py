@@ -20,6 +20,7 @@ from spes_p2p.model.build import initial_state
 from spes_p2p.model.checkpoint import Checkpoint, check_complete, checkpoint_state
 from spes_p2p.model.families import check_family
 from spes_p2p.model.upcycle import FAMILIES, UpcycleRule, check_dense, upcycled_config, upcycled_state
+from spes_p2p.observe.library_bars import library_bars
 
 HUB_NAME = re.compile(r"(?P<name>[\w.-]+/[\w.-]+)(@(?P<revision>[\w.-]+))?")
 HUB_FILES = ["*.json", "*.safetensors"]
@@ -83,7 +84,8 @@ def locate(checkpoint: str, home: Path) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(hub["name"], revision=hub["revision"], allow_patterns=HUB_FILES))
+        with library_bars():
+            return Path(snapshot_download(hub["name"], revision=hub["revision"], allow_patterns=HUB_FILES))
     except Exception as error:  # errors of the Hub's client, of HTTP, and of the disk
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise UserError(f"{checkpoint}: no such folder, and not available from the Hub ({reason})") from None

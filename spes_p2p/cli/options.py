@@ -75,6 +75,14 @@ def check_identity(given: Path | None) -> None:
                         "and the same option")
 
 
+def check_devices(given: str | None) -> None:
+    """Raise UserError unless this machine has the GPUs that --devices names. Only then does it import torch, in seconds."""
+    if given is not None and given != "auto" and not given.startswith("cpu"):
+        from spes_p2p.campaign.free_memory import choose_devices
+
+        choose_devices(given)
+
+
 def check_checkpoint(given: Path | None) -> None:
     """Raise UserError unless what the `--from` of `join` gives is there."""
     if given is not None and not given.is_dir():

@@ -128,6 +128,7 @@ def join(
     options.check_data_folders(data_dir)
     options.check_identity(identity)
     options.check_checkpoint(checkpoint)
+    options.check_devices(devices)
     if context.obj is CHECK_ONLY:
         return
     from spes_p2p.session.own_state import require_unused
@@ -169,13 +170,12 @@ def me(
     from spes_p2p.client.me import as_the_swarm_says, look_at, look_at_worth, render
     from spes_p2p.observe.json_values import to_json
 
-    key = identity or run_dir / "identity.key"
-    found = look_at(run_dir, key)
+    found = look_at(run_dir, identity)
     if worth:
         for_what = "measuring the loss without your experts"
         say_waiting(f"{for_what}, at the lowest priority")
         with ProgressBar(for_what, "loading the model, at the lowest priority") as update:
-            found = look_at_worth(run_dir, key, data_dir or (), update)
+            found = look_at_worth(run_dir, identity, data_dir or (), update)
     if found.state == "paused":
         setup_logging("warning", False)
         with waiting("asking the swarm how far it is"):
@@ -199,6 +199,8 @@ def _order_pause(run_dir: Path, pauses: bool, as_json: bool) -> None:
         print("ordered; the trainer is still preparing and pauses before it trains")
     elif not pauses and state.trains:
         print("running: it trains")
+    elif not pauses and state.waits_for_owner:
+        print("your pause is over; the owner's pause of the campaign holds, and the trainer goes on when that ends")
     elif not pauses and not state.reason:
         print(f"{state.line}; it trains after that")
     else:

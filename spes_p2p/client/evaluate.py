@@ -7,7 +7,6 @@ import json
 import logging
 import os
 import shlex
-import sys
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from spes_p2p.client.loading import DTYPES, load_model, load_tokenizer
 from spes_p2p.client.task_names import unknown_task
 from spes_p2p.errors import UserError
 from spes_p2p.observe.json_values import to_json
+from spes_p2p.observe.library_bars import library_bars
 from spes_p2p.storage.files import write_whole
 
 LOCAL_BUILDERS = frozenset({"arrow", "csv", "json", "pandas", "parquet", "text"})
@@ -45,7 +45,7 @@ def evaluate(
     check_checkpoint(model_dir)
     manager = find_tasks(tasks, include_path)
     local = all(_reads_local_data(manager, task) for task in tasks)
-    with _offline() if local else contextlib.nullcontext(), _quiet(), _no_bars():
+    with _offline() if local else contextlib.nullcontext(), _quiet(), library_bars():
         loaded = _load_tasks(manager, tasks)
         model = _load_model(model_dir, device, batch_size, dtype)
         import lm_eval.evaluator
@@ -202,24 +202,6 @@ def render(results: Mapping[str, Any]) -> str:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     table = ["  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     return "\n".join([f"{results['model']}{of_round}; {conditions(results)}", *table])
-
-
-@contextlib.contextmanager
-def _no_bars() -> Iterator[None]:
-    """Hide progress bars where nobody watches them, also those that lm-eval asks for whatever the environment says."""
-    from tqdm import tqdm
-
-    shown = tqdm.__init__
-
-    def hidden(self: Any, *arguments: Any, **options: Any) -> None:
-        shown(self, *arguments, **{**options, "disable": True})
-
-    if not sys.stderr.isatty():
-        tqdm.__init__ = hidden
-    try:
-        yield
-    finally:
-        tqdm.__init__ = shown
 
 
 @contextlib.contextmanager

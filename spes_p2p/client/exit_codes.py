@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import logging
-import os
 import sys
 from collections.abc import Callable
 from typing import NoReturn
@@ -14,15 +13,9 @@ import typer
 from spes_p2p.errors import Broken, UserError, printable
 from spes_p2p.observe.log import json_line
 
-NO_BARS = ("TQDM_DISABLE", "HF_HUB_DISABLE_PROGRESS_BARS", "HF_DATASETS_DISABLE_PROGRESS_BARS")
-"""Variables that hide the bars of tqdm, of transformers and the Hub's client, and of datasets."""
-
 
 def exit_with(command: Callable[[], int | None]) -> NoReturn:
     """Run a command and exit with its code; print errors that users cause as one line on stderr."""
-    if not sys.stderr.isatty():  # progress bars of libraries are noise in a file
-        for name in NO_BARS:
-            os.environ.setdefault(name, "1")
     try:
         sys.exit(command() or 0)
     except UserError as error:

@@ -21,7 +21,7 @@ from spes_p2p.errors import UserError
 from spes_p2p.messages.presence import RoundRecord
 from spes_p2p.net.identity import RSAIdentity
 from spes_p2p.observe.contributed import Contributed
-from spes_p2p.observe.events import BaseRestored, Controlled, Event, RoundCommitted
+from spes_p2p.observe.events import BaseRestored, Controlled, Event, PeerStarted, RoundCommitted
 from spes_p2p.observe.history import HISTORY_FILE, read_journal
 from spes_p2p.observe.swarm_status import gather
 from spes_p2p.observe.units import human_count, human_indices, human_loss, human_seconds, short_peer
@@ -71,6 +71,8 @@ class OwnShare:
     """Whether it trains; one that runs may wait."""
     worth: Worth | None = None
     """None: not measured."""
+    others: tuple[str, ...] = ()
+    """Other identities that have used the run-dir; what the journal has of them does not count."""
 
 
 def own_share(
@@ -84,8 +86,11 @@ def own_share(
     base: RoundCommitted | BaseRestored | None = None
     owners: tuple[tuple[str, ...], ...] = ()
     total_rounds, own, campaign_state = planned_rounds, Contributed(peer_id), "running"
+    others: dict[str, None] = {}
     for at, entry in entries:
         own.see(entry)
+        if isinstance(entry, PeerStarted) and entry.peer_id != peer_id:
+            others[entry.peer_id] = None
         if isinstance(entry, Controlled):
             campaign_state = entry.state
         if isinstance(entry, RoundCommitted):
@@ -113,6 +118,7 @@ def own_share(
         owned=owned,
         campaign_state=campaign_state,
         trains=state is not None and state.trains,
+        others=tuple(others),
     )
 
 
@@ -123,8 +129,8 @@ def _next_round_s(times: Sequence[float], now: float) -> float:
     return max(0.0, last[-1] + statistics.median(b - a for a, b in pairwise(last)) - now)
 
 
-def look_at(run_dir: Path, identity: Path) -> OwnShare:
-    """Return what the trainer with this run-dir has contributed.
+def look_at(run_dir: Path, identity: Path | None = None) -> OwnShare:
+    """Return what the trainer with this run-dir has contributed, by default under the identity that used it last.
 
     Raises StillPreparing, and UserError if it is not a trainer's run-dir.
     """
@@ -134,14 +140,19 @@ def look_at(run_dir: Path, identity: Path) -> OwnShare:
         raise StillPreparing(f"{run_dir}: the trainer is still preparing; try again in a minute")
     if known is None:
         raise UserError(f"{run_dir}: the trainer ended or paused before it had its campaign; start it again, or resume it")
+    journal = read_journal(run_dir) if (run_dir / HISTORY_FILE).exists() else []
+    started = [] if identity else [entry.peer_id for _, entry in journal if isinstance(entry, PeerStarted)]
+    peer_id = started[-1] if started else _peer_of(identity or run_dir / "identity.key")
+    return own_share(journal, peer_id, known[0].campaign.config.total_rounds, state, time.time())
+
+
+def _peer_of(identity: Path) -> str:
     if not identity.exists():
         raise UserError(f"{identity}: no such file; give the --identity with which the trainer joined")
-    peer_id, planned = RSAIdentity(identity).peer_id, known[0].campaign.config.total_rounds
-    journal = read_journal(run_dir) if (run_dir / HISTORY_FILE).exists() else []
-    return own_share(journal, peer_id, planned, state, time.time())
+    return RSAIdentity(identity).peer_id
 
 
-def look_at_worth(run_dir: Path, identity: Path, data_dirs: Sequence[Path], on_progress: Progress) -> OwnShare:
+def look_at_worth(run_dir: Path, identity: Path | None, data_dirs: Sequence[Path], on_progress: Progress) -> OwnShare:
     """Like `look_at`, with what its experts are worth, which takes minutes. Raises UserError if that cannot be measured."""
     state = read_own_state(run_dir)
     worth = worth_of(run_dir, look_at(run_dir, identity).owned, state.addresses if state else (), data_dirs, on_progress)
@@ -177,12 +188,14 @@ def render(share: OwnShare) -> str:
     coming = f"; the next {when}" if math.isfinite(share.next_round_s) else ""
     coming = coming if share.campaign_state == "running" else f"; its owner has {share.campaign_state} the campaign"
     worth = share.worth
+    others = ", ".join(map(short_peer, share.others))
     return "\n".join([
         f"{short_peer(share.peer_id)} · {state_line(share.state, share.detail, share.trains)}",
         f"  tokens   {human_count(share.tokens)} trained here are in the model{of_all}",
         f"  rounds   work of this trainer in {share.rounds}; the base is of round {share.round}/{share.total_rounds}{coming}",
         f"  experts  {human_indices(share.experts)} now; {human_count(share.expert_steps)} steps of experts in all",
         f"  time     {human_seconds(3600 * share.hours)} in training steps, by this machine's clock",
+        *([f"  journal  other entries are another identity's ({others}) and do not count here"] if others else []),
         *([] if worth is None else [
             f"  worth    experts {human_indices(worth.experts)}: {worth.nats:+.4f} ± {worth.error:.4f} nats per token; "
             f"held-out loss {human_loss(worth.loss)}, without them {human_loss(worth.loss_without)} (base {worth.round})"]),

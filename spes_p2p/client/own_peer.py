@@ -18,7 +18,8 @@ def give_pause_order(run_dir: Path, pauses: bool, on_wait: Callable[[], None] = 
     """Order the trainer with this run-dir to pause or to go on; return what it does then, None if none runs.
 
     One that is preparing looks for an order before it trains, which may take minutes: a pause does not wait for that. The order
-    to go on waits until it trains, but not longer than OBEYS_WITHIN_S. `on_wait` is called if it does not obey at once.
+    to go on waits until it trains or waits for the campaign's owner, but not longer than OBEYS_WITHIN_S. `on_wait` is called if
+    it does not obey at once.
 
     Raises UserError if it is no trainer's run-dir, and Broken if the trainer does not obey in time.
     """
@@ -28,7 +29,8 @@ def give_pause_order(run_dir: Path, pauses: bool, on_wait: Callable[[], None] = 
         state = read_own_state(run_dir)
         obeys = state is None or (_is_paused_by_order(state) if pauses else state.reason != "user")
         is_late = time.monotonic() > deadline
-        if obeys and (pauses or is_late or state is None or state.trains or state.reason):
+        is_settled = state is None or state.trains or state.reason or state.waits_for_owner
+        if obeys and (pauses or is_late or is_settled):
             return state
         if is_first:
             on_wait()

@@ -57,9 +57,9 @@ _OF_ROUNDS = (events.Evaluated, events.UpdatesClipped, events.StepsRejected, eve
 """Events of a committed round that are no news once later rounds are decided."""
 
 
-def to_continue(run_dir: Path, identity: Path | None) -> str:
-    """Say how a trainer goes on after it left; `identity`: as given to `join`."""
-    return f"to continue, join again with --run-dir {run_dir}" + (f" --identity {identity}" if identity else "")
+def to_continue(run_dir: Path, identity: Path | None, again: str = "join again") -> str:
+    """Say how a peer goes on after it left; `identity`: as given to its command."""
+    return f"to continue, {again} with --run-dir {run_dir}" + (f" --identity {identity}" if identity else "")
 
 
 def farewell(status: PeerStatus, records: Iterable[RoundRecord], run_dir: Path, identity: Path | None = None) -> str:
@@ -72,10 +72,10 @@ def farewell(status: PeerStatus, records: Iterable[RoundRecord], run_dir: Path, 
     return f"left · {work} · {to_continue(run_dir, identity)}"
 
 
-def farewell_of_bootstrap(status: PeerStatus, run_dir: Path) -> str:
+def farewell_of_bootstrap(status: PeerStatus, run_dir: Path, identity: Path | None = None) -> str:
     """Return a bootstrap peer's last line: how to continue, or what is left to do once the campaign is over."""
     if not gather([status]).done:
-        return f"left · to continue, start it again with --run-dir {run_dir}"
+        return f"left · {to_continue(run_dir, identity, 'start it again')}"
     ended = "was stopped by its owner" if status.state == "stopped" else "is done"
     export = f"export it: spes-p2p export --run-dir {run_dir} --output checkpoint"
     return f"left · the campaign {ended} · {export} · for others to export it from here, start this peer again"

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from spes_p2p.messages.presence import RoundRecord
-from spes_p2p.observe.events import BaseRestored, Event, PhaseTrained, RoundCommitted
+from spes_p2p.observe.events import BaseRestored, Event, PeerStarted, PhaseTrained, RoundCommitted
 
 
 class Contributed:
     """Observer that sums a peer's work in certified rounds, without rounds that a rollback or a reform took back."""
 
     def __init__(self, peer_id: str):
-        self._peer_id = peer_id
+        self._peer_id, self._is_own = peer_id, True
         self._rounds: dict[int, tuple[int, int]] = {}
         """Tokens and expert-steps by round; a round that is applied again counts once."""
         self.trained_s = 0.0
@@ -43,7 +43,9 @@ class Contributed:
                 self._take(event.round, ((each.peer, each.tokens, each.expert_steps) for each in event.contributions))
             case BaseRestored() if event.source in ("rollback", "reform"):
                 self._rounds = {number: work for number, work in self._rounds.items() if number <= event.round}
-            case PhaseTrained():
+            case PeerStarted():
+                self._is_own = event.peer_id == self._peer_id
+            case PhaseTrained() if self._is_own:
                 self.trained_s += event.seconds
 
     def _take(self, number: int, contributions: Iterable[tuple[str, int, int]]) -> None:

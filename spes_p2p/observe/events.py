@@ -17,6 +17,13 @@ class Event:
 
 
 @dataclass(frozen=True)
+class PeerStarted(Event):
+    """A peer starts with its run-dir: what follows in the journal is of this identity."""
+
+    peer_id: str
+
+
+@dataclass(frozen=True)
 class StateEntered(Event):
     """This peer enters a stage."""
 

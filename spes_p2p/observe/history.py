@@ -40,9 +40,10 @@ PART = re.compile(r"history-(\d{6})\.jsonl(\.gz)?")
 PART_BYTES = 2**22
 """Compressing as much takes some hundredths of a second."""
 
-KEPT = (BaseRestored, events.PhaseTrained, RoundCommitted, events.Controlled, events.Evaluated, events.RoundFailed,
-        events.WorkDropped, events.UpdatesClipped, events.ResultsChecked, events.StepsJudged, events.StepsRejected,
-        events.PhaseAudited, events.VerdictsTaken, events.DigestMismatch, events.TasksEvaluated, events.PromptsContinued)
+KEPT = (events.PeerStarted, BaseRestored, events.PhaseTrained, RoundCommitted, events.Controlled, events.Evaluated,
+        events.RoundFailed, events.WorkDropped, events.UpdatesClipped, events.ResultsChecked, events.StepsJudged,
+        events.StepsRejected, events.PhaseAudited, events.VerdictsTaken, events.DigestMismatch, events.TasksEvaluated,
+        events.PromptsContinued)
 _KINDS: dict[str, TypeAdapter[Any]] = {kind.__name__: TypeAdapter(kind) for kind in (*KEPT, RoundRecord)}
 
 

@@ -14,7 +14,7 @@ from spes_p2p.messages.methods import HISTORY
 from spes_p2p.messages.presence import PeerStatus
 from spes_p2p.net.tasks import beside
 from spes_p2p.observe.console import RoundLog
-from spes_p2p.observe.events import Observer, to_all
+from spes_p2p.observe.events import Observer, PeerStarted, to_all
 from spes_p2p.observe.history import History
 from spes_p2p.observe.metrics import Metrics
 from spes_p2p.observe.progress import ProgressLine
@@ -47,6 +47,7 @@ def observing(
     """Run the observers that the settings select, and `more`."""
     config, campaign_hash = files.campaign.config, files.campaign.hash
     history = History(peer_id, settings.run_dir)
+    history.record(PeerStarted(peer_id))
     status = PeerStatus(
         peer_id=peer_id, role=role, campaign=config.name, campaign_hash=campaign_hash, total_rounds=config.total_rounds,
         name=settings.name or "", team=settings.team or "", min_peers=config.sync.min_peers, **history.rounds.last_round(),

@@ -25,6 +25,7 @@ from spes_p2p.observe.json_values import to_json
 
 STATE_FILE, ORDER_FILE = "own_state.json", "pause"
 PREPARING = "preparing"
+OWNERS_PAUSE = "the owner has paused the campaign"
 LOCK_TRIES, LOCK_AGAIN_S = 5, 0.02
 """A reader that looks whether a trainer runs holds the lock for a moment."""
 
@@ -51,6 +52,11 @@ class OwnState:
     def is_preparing(self) -> bool:
         """Whether it does not train yet."""
         return self.state == PREPARING
+
+    @property
+    def waits_for_owner(self) -> bool:
+        """Whether it may train, and its campaign is paused."""
+        return self.detail == OWNERS_PAUSE
 
     @property
     def line(self) -> str:

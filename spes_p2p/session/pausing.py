@@ -24,7 +24,7 @@ from spes_p2p.observe.events import BaseRestored, Event, Observer, Paused, Quota
 from spes_p2p.observe.metrics import Metrics
 from spes_p2p.peer.leaving import LeaveRequest
 from spes_p2p.session.machine_use import MachineUse
-from spes_p2p.session.own_state import PREPARING, STATE_FILE, OwnState, StateFile, is_pause_ordered
+from spes_p2p.session.own_state import OWNERS_PAUSE, PREPARING, STATE_FILE, OwnState, StateFile, is_pause_ordered
 from spes_p2p.session.pause_rules import IdleRule, Pause, outside_hours, over_quota, quota_forecast
 from spes_p2p.session.traffic import TrafficMeter
 
@@ -92,7 +92,7 @@ class Pauses:
             case BaseRestored():
                 self._has_base, self._waits_for = True, "for a round that gives it work"
             case StateEntered("paused"):
-                self._trains, self._waits_for = False, "the owner has paused the campaign"
+                self._trains, self._waits_for = False, OWNERS_PAUSE
             case StateEntered("training"):
                 self._trains, self._waits_for = True, ""
         if self._meter is not None:

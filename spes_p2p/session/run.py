@@ -44,6 +44,7 @@ from spes_p2p.session.observers import observing, sharing_history
 from spes_p2p.session.pausing import Pauses, call_on_signals
 from spes_p2p.session.preparing import still
 from spes_p2p.session.run_dir import made_run_dir
+from spes_p2p.session.same_identity import require_same_identity
 from spes_p2p.session.text import keep_checking, make_readers, open_text, serve_text, text_to_serve
 from spes_p2p.storage.store import DirectoryStore
 from spes_p2p.storage.threads import keep_loaded_objects, nice_executor
@@ -84,9 +85,10 @@ async def run_bootstrap(
     """Run a bootstrap peer until a signal: the first of a campaign, or an additional one to `others`.
 
     After a restart with the same run-dir it continues even if none of the others answers. `on_address` receives the address
-    for volunteers.
+    for volunteers. Raises UserError if it would be another peer than before.
     """
     os.environ.setdefault("GOGC", DAEMON_COLLECTS_AT)
+    require_same_identity(settings, begins=not others)
     try:
         async with connected(settings, others) as (net, dialable):
             if not dialable:
@@ -140,7 +142,7 @@ async def _live_as_bootstrap(
         async with sharing_history(node, observers.history), beside(*around):
             on_address(net.transport.addresses[0])
             await live_on(net, helper.run())
-        logger.info("%s", farewell_of_bootstrap(observers.board.status, settings.run_dir))
+        logger.info("%s", farewell_of_bootstrap(observers.board.status, settings.run_dir, settings.identity))
 
 
 def _evaluations(files: CampaignFiles, settings: PeerConfig) -> Evaluations:

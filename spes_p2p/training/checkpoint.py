@@ -128,7 +128,8 @@ def load_checkpoint(
             return Restored(kept.name, True, kept.steps)
         _restore_moments(kept.arrays, trainer)
         if kept.belongs_to[0] == NO_COMMIT and not problems:
-            logger.info("continuing from the base with the moments of this trainer when it left round %d", kept.round + 1)
+            left_after = max(0, kept.round)
+            logger.info("continuing from the base with the moments of this trainer when it left after round %d", left_after)
             return Restored(kept.name, False, 0)
         problem = problems[0] if problems else f"no checkpoint of round {round_number}"
         logger.warning("%s: continuing from the base with the moments of round %d", problem, kept.round)

@@ -52,10 +52,9 @@ def _is_local(host: str) -> bool:
 class OwnTrainer:
     """The trainer with a run-dir, as the page shows it, and the orders that the page gives it."""
 
-    def __init__(self, run_dir: Path, identity: Path | None = None):
+    def __init__(self, run_dir: Path):
         """Raises UserError if no trainer has used the run-dir, StillPreparing if it has no campaign yet."""
-        self._run_dir, self._identity = run_dir, identity or run_dir / "identity.key"
-        self._share = look_at(run_dir, self._identity)
+        self._run_dir, self._share = run_dir, look_at(run_dir)
         self._read_at: object = None
         self.token = secrets.token_urlsafe(24)
 
@@ -89,7 +88,7 @@ class OwnTrainer:
         size = journal.stat().st_size if journal.exists() else None
         state = read_own_state(self._run_dir)
         if (size, state) != self._read_at:
-            self._read_at, self._share = (size, state), look_at(self._run_dir, self._identity)
+            self._read_at, self._share = (size, state), look_at(self._run_dir)
         line, pauses = state.line if state else "not running", is_pause_ordered(self._run_dir)
         if state is not None and state.reason == "user":
             line = state.state  # the button to resume stands beside it, so no command is needed

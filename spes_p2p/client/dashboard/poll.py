@@ -15,13 +15,14 @@ from spes_p2p.client.connection import SwarmConnection, connect
 from spes_p2p.client.dashboard.view import TIMELINE_ROUNDS, series, swarm_view
 from spes_p2p.config.addresses import is_peer_address, peer_of
 from spes_p2p.config.campaign import CampaignConfig
-from spes_p2p.errors import UserError
+from spes_p2p.errors import NobodyAnswers, UserError
 from spes_p2p.messages.consensus import Control
 from spes_p2p.messages.fields import Continuations
 from spes_p2p.messages.presence import HistoryPage, PeerStatus, RoundRecord
 from spes_p2p.observe.json_values import to_json
 from spes_p2p.observe.rounds import Rounds, totals_of
 from spes_p2p.observe.swarm_status import gather, slow_lines
+from spes_p2p.observe.units import counted
 
 logger = logging.getLogger(__name__)
 
@@ -141,8 +142,13 @@ async def watch(addresses: Sequence[str], published: Published) -> None:
                 await _look(swarm, addresses, history, published)
         except UserError as error:
             tries += 1
-            published.lost(f"{error}; tried {tries} times, retrying")
+            published.lost(_still_searching(addresses, tries) if isinstance(error, NobodyAnswers) else str(error))
         await asyncio.sleep(RETRY_S)
+
+
+def _still_searching(addresses: Sequence[str], tries: int) -> str:
+    """Say what a page that goes on says: the error's advice is for who typed a command that has ended."""
+    return f"no peer that has the campaign answers at {', '.join(addresses)}; tried {counted(tries, 'time')}, retrying"
 
 
 async def _look(swarm: SwarmConnection, addresses: Sequence[str], history: SwarmHistory, published: Published) -> None:
