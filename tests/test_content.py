@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -23,7 +23,7 @@ from spes_p2p.content.files import serve_files
 from spes_p2p.content.pieces import Body, Content, Delivery, Piece, Source, listed, single
 from spes_p2p.content.relay import Relay
 from spes_p2p.content.tokens import TokenLibrary
-from spes_p2p.content.transfer import BUSY_RETRY_S, CHUNK_BYTES, REQUESTS_PER_PEER, SETTLED_S, ContentServer
+from spes_p2p.content.transfer import BUSY_RETRY_S, CHUNK_BYTES, REQUESTS_PER_PEER, SETTLED_S, ContentServer, _Turns, _Upload
 from spes_p2p.data.manifest import TokenFile
 from spes_p2p.data.pieces import PIECE_BYTES, PieceHasher, root_of
 from spes_p2p.data.shelf import TokenShelf
@@ -35,7 +35,7 @@ from spes_p2p.messages.framing import Kind
 from spes_p2p.messages.refusals import Code
 from spes_p2p.messages.rounds import Manifest
 from spes_p2p.net.limits import limited_line
-from spes_p2p.net.rpc import STALLED_SILENCES, RpcEndpoint
+from spes_p2p.net.rpc import STALLED_SILENCES, RpcEndpoint, Stream
 from spes_p2p.net.tasks import end_tasks
 from spes_p2p.peer.checking import Checking
 from spes_p2p.peer.kept_results import KeptResults
@@ -658,6 +658,33 @@ def test_peers_that_take_a_little_at_a_time_keep_nobody_out(fast: int) -> None:
         await end_tasks(taking)
 
     simulate(main)
+
+
+def test_who_asks_for_what_is_not_here_gets_no_place_before_others() -> None:
+    turns, now = _Turns(), 0.0
+
+    def ask(peer: str) -> bool:
+        """Of one peer at a time; False: busy."""
+        try:
+            has_waited = turns.admit(peer, 1, now, lambda peer: False)
+        except Refused:
+            return False
+        turns.uploads[peer] = _Upload(now, streams={cast(Stream, object())}, has_waited=has_waited)
+        return True
+
+    for _ in range(3):
+        assert ask("liar")
+        turns.give_back("liar", now)
+    assert ask("served")
+    assert not ask("patient")
+    assert not ask("next")
+    del turns.uploads["served"]
+    assert ask("patient")
+    turns.give_back("patient", now)
+    assert not ask("next"), "whose base was replaced while it waited comes first"
+    assert ask("patient")
+    turns.give_back("patient", now)
+    assert ask("next"), "once"
 
 
 def test_a_donor_on_a_thin_line_serves_each_download_to_its_end() -> None:

@@ -144,7 +144,7 @@ class Owner:
     def __init__(self, *decided: CertifiedCommit):
         self._decided, self.shares = decided, Shares(self.silence_s, lambda: 1e9)
 
-    async def ask_in_turn(self, peer: str, method: str, body: bytes) -> bytes:
+    async def ask_in_turn(self, peer: str, method: str, body: bytes, is_patient: bool) -> bytes:
         assert method == COMMITS
         after = unpack(CommitsRequest, body).after
         return pack(Decide(tuple(each for each in self._decided if each.commit.round > after)))

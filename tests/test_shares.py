@@ -323,6 +323,29 @@ def test_long_answers_to_outsiders_take_a_tenth_of_a_thin_line() -> None:
     assert run_virtual(main()) == pytest.approx(8 * 2**18 / 1.25e5 * LINE_OVERHEAD - in_burst_s, abs=3.0)
 
 
+def test_members_for_whom_the_owner_does_not_vouch_wait_for_long_answers_too() -> None:
+    async def main() -> None:
+        host, clock = Host(knows=True), asyncio.get_running_loop().time
+        host.endpoint.shares.is_trusted = lambda peer: peer == "vouched"
+
+        async def answer(stream: Stream) -> None:
+            await stream.message()
+            await stream.answer(lambda: bytes(2**20), 2**20)
+
+        await host.endpoint.serve(COMMITS, answer)
+
+        async def taken(name: str) -> float:
+            began, asker = clock(), RpcEndpoint(host.network.transport(name), SILENCE_S)
+            for _ in range(8):
+                await asker.ask_in_turn("B", COMMITS, b"x")
+            return clock() - began
+
+        assert await taken("vouched") < 0.1
+        assert await taken("newcomer") > 2.0
+
+    run_virtual(main())
+
+
 def test_an_answer_that_alone_takes_longer_than_anybody_may_wait_is_given() -> None:
     async def main() -> None:
         shares = Shares(SILENCE_S, lambda: 62.5e3)

@@ -52,6 +52,8 @@ class _Upload:
     began_s: float
     sent: int = 0
     streams: set[Stream] = field(default_factory=set)
+    has_waited: bool = False
+    """Whether the peer had a place before, which was not given back to it."""
     rested_s: float = 0.0
     """Since when it has no stream, if it has none."""
 
@@ -75,29 +77,33 @@ class _Turns:
     uploads: dict[str, _Upload] = field(default_factory=dict)
     waiting: dict[str, float] = field(default_factory=dict)
     """By peer: when it loses its place."""
+    given_back: set[str] = field(default_factory=set)
+    """Peers whose place was."""
 
-    def admit(self, peer: str, at_once: int, now_s: float, is_known: Callable[[str], bool]) -> None:
-        """Raises Refused (busy) for a peer whose turn has not come, or with too many requests."""
+    def admit(self, peer: str, at_once: int, now_s: float, is_known: Callable[[str], bool]) -> bool:
+        """Return whether the peer has waited for its turn. Raises Refused (busy) before that, or with too many requests."""
         self.uploads = {other: each for other, each in self.uploads.items() if each.streams or each.is_held(now_s)}
         self.waiting = {other: ends_s for other, ends_s in self.waiting.items() if ends_s > now_s}
         if peer in self.uploads:
             if len(self.uploads[peer].streams) >= REQUESTS_PER_PEER:
                 raise self._busy("this one has enough", BUSY_RETRY_S)
-            return
+            return False
         first = [other for other in self.waiting if is_known(other) or not is_known(peer)]
         before = first.index(peer) if peer in first else len(first)
         if before < at_once - len(self.uploads) or (before == 0 and self._makes_room(now_s)):
-            self.waiting.pop(peer, None)
-            return
+            has_waited = self.waiting.pop(peer, None) is not None and peer not in self.given_back
+            self.given_back &= self.waiting.keys()
+            return has_waited
         retry_s = min(BUSY_RETRY_S * (1 + before), MAX_BUSY_RETRY_S)
         if before < MAX_WAITING:
             self.waiting[peer] = now_s + PLACE_RETRIES * retry_s
         raise self._busy(f"{before} wait before this one", retry_s)
 
     def give_back(self, peer: str, now_s: float) -> None:
-        """Give a peer that was admitted for nothing its place back, before all others: it wanted what is not here any more."""
-        self.uploads.pop(peer, None)
-        self.waiting = {peer: now_s + PLACE_RETRIES * BUSY_RETRY_S, **self.waiting}
+        """Give a peer that has waited for nothing its place back, once, before all others: what it wanted is gone."""
+        if self.uploads.pop(peer).has_waited:
+            self.waiting = {peer: now_s + PLACE_RETRIES * BUSY_RETRY_S, **self.waiting}
+            self.given_back.add(peer)
 
     def _makes_room(self, now_s: float) -> bool:
         """End the slowest upload if neither a permitted line nor this peer's is as slow; return whether there was one."""
@@ -151,9 +157,10 @@ class ContentServer:
     def _upload(self, kind: ContentKind, stream: Stream, peers_at_once: int | None) -> Iterator[_Upload]:
         """Count an upload while it runs. Raises Refused (busy) at the bound of peers, or of requests by this peer."""
         turns, clock = self._turns.setdefault(kind, _Turns()), asyncio.get_running_loop().time
+        has_waited = False
         if peers_at_once is not None:
-            turns.admit(stream.remote, peers_at_once, clock(), self._endpoint.shares.is_known)
-        upload = turns.uploads.setdefault(stream.remote, _Upload(clock()))
+            has_waited = turns.admit(stream.remote, peers_at_once, clock(), self._endpoint.shares.is_known)
+        upload = turns.uploads.setdefault(stream.remote, _Upload(clock(), has_waited=has_waited))
         upload.streams.add(stream)
         try:
             yield upload

@@ -103,11 +103,11 @@ class Stream:
         self._count(size, 0, began)
 
     async def answer(self, make: Callable[[], bytes], cost: int) -> None:
-        """Send what `make` returns, `cost` bytes or so. An outsider waits for its turn first, and has `silence_s` to read it.
+        """Send what `make` returns, `cost` bytes or so. A stranger waits for its turn first, and has `silence_s` to read it.
 
         Raises PeerUnreachable, TimeoutError, and Refused where too much waits.
         """
-        if self._shares.is_known(self.remote):
+        if self._shares.is_trusted(self.remote):
             await self.send(make())
         else:
             await self.alive(self._shares.answer(self.remote, cost))
@@ -394,15 +394,15 @@ class RpcEndpoint:
                 self.detector.lost(peer, asyncio.get_running_loop().time())
             raise PeerUnreachable(f"{peer[-6:]} did not answer {method} within {timeout_s:g} s") from None
 
-    async def ask_in_turn(self, peer: str, method: str, request: bytes) -> bytes:
-        """As `ask` within `silence_s`; a peer that is busy with others is asked again for BUSY_SILENCES of it."""
+    async def ask_in_turn(self, peer: str, method: str, request: bytes, is_patient: bool = True) -> bytes:
+        """As `ask` within `silence_s`; if `is_patient`, a peer that is busy is asked again for BUSY_SILENCES of it."""
         clock = asyncio.get_running_loop().time
         until_s = clock() + BUSY_SILENCES * self.silence_s
         while True:
             try:
                 return await self.ask(peer, method, request, self.silence_s)
             except Refused as refused:
-                if refused.code is not Code.BUSY or clock() >= until_s:
+                if not is_patient or refused.code is not Code.BUSY or clock() >= until_s:
                     raise
             await asyncio.sleep(RETRY_S)
 

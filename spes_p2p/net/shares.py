@@ -32,6 +32,9 @@ HELD_BY_OUTSIDERS = 2**26
 OUTSIDER_FRAME_BYTES = 2**16
 """The longest frame that an outsider may send here, whatever its method allows: the announcement of a joiner fits."""
 OUTSIDER_BITS, OUTSIDERS_BITS, OUTSIDERS_BURST_S = 8 * 2**14, 8 * 2**16, 4.0
+STRANGE_MEMBER_BITS = 8 * 2**18
+"""What a member may send a second for which the owner does not vouch, parts of an exchange not counted: 256 streams without
+content. It opens some dozens in an exchange."""
 """What one outsider, and all of them, may send a second, in bits. Records of 64 KiB take some 100 ms to read, a tenth of a
 processor. A joiner sends little: with all that counts for more than its bytes, 8 KiB until it has announced, so that eight a
 second can come."""
@@ -64,6 +67,8 @@ class Shares:
         self._line = line
         self.is_known: Callable[[str], bool] = lambda peer: True
         """Whether a peer takes part in the rounds; all others are outsiders."""
+        self.is_trusted: Callable[[str], bool] = lambda peer: self.is_known(peer)
+        """Whether a peer takes part and the owner vouches for it: it gets long answers at once."""
         self._places: dict[str, list[Place]] = {}
         """Open streams, by peer."""
         self._held: Counter[str] = Counter()
@@ -71,6 +76,7 @@ class Shares:
         """Peers with open streams or held bytes that were outsiders when they came."""
         self._freed = asyncio.Event()
         self._pace: dict[str, Pacer] = {}
+        self._member_pace: dict[str, Pacer] = {}
         self._turns = Turns(OUTSIDERS_BITS, OUTSIDERS_BURST_S)
         self._answer_pace: dict[str, Pacer] = {}
         self._answer_turns = Turns(ANSWERS_BITS, OUTSIDERS_BURST_S, ANSWER_SILENCES * silence_s)
@@ -119,14 +125,16 @@ class Shares:
             self._forget_if_gone(peer)
 
     async def pace(self, peer: str, cost: int) -> None:
-        """Wait until this much of an outsider may be handled; a member never waits. Raises Refused where too much waits."""
+        """Wait until this much of a stranger may be handled. Raises Refused where too much of outsiders waits."""
         await self.own_pace(peer, cost)
         await self.turn(peer, cost)
 
     async def own_pace(self, peer: str, cost: int) -> None:
-        """Wait until an outsider by itself may send this much more."""
+        """Wait until a stranger by itself may send this much more."""
         if not self.is_known(peer):
             await _pacer(self._pace, peer, OUTSIDER_BITS).let_pass(cost)
+        elif not self.is_trusted(peer):
+            await _pacer(self._member_pace, peer, STRANGE_MEMBER_BITS).let_pass(cost)
 
     async def turn(self, peer: str, cost: int) -> None:
         """Wait for an outsider's turn among all others. Raises Refused where too much waits."""
@@ -135,7 +143,7 @@ class Shares:
             await self._turns.wait(cost, own.taken_s() if own is not None else 0.0)
 
     async def answer(self, peer: str, size: int) -> None:
-        """Wait for an outsider's turn to be sent this much. Raises Refused where too much waits."""
+        """Wait for a stranger's turn to be sent this much. Raises Refused where too much waits."""
         pacer = _pacer(self._answer_pace, peer, ANSWER_BITS)
         taken_s = min(pacer.taken_s(), OUTSIDERS_BURST_S)
         pacer.take(size)

@@ -119,19 +119,19 @@ class Decisions:
             if not self.other_branches.holds(decided.commit):
                 raise
 
-    async def learn_from(self, peer: str, after: int | None = None) -> None:
+    async def learn_from(self, peer: str, after: int | None = None, is_patient: bool = True) -> None:
         """Fetch the peer's certificates after this round (default: the last one here), or all of them where the logs fork.
 
         Where the peer's log begins later, this one begins at its milestone from then on. Each page continues the last one with
-        commits that are known or proven, so a peer that lies gives one page at most.
+        commits that are known or proven, so a peer that lies gives one page at most. `is_patient`: ask a busy peer again.
         Raises PeerUnreachable, Refused, WireError.
         """
         after = self.log.round if after is None else after
         while True:
             try:
-                reply = await self._endpoint.ask_in_turn(peer, COMMITS, pack(CommitsRequest(after)))
+                reply = await self._endpoint.ask_in_turn(peer, COMMITS, pack(CommitsRequest(after)), is_patient)
             except Refused as refused:
-                if refused.code is not Code.NOT_HERE or not await self.take_milestone_from(peer):
+                if refused.code is not Code.NOT_HERE or not await self.take_milestone_from(peer, is_patient):
                     raise
                 after = self.log.begins
                 continue
@@ -150,9 +150,10 @@ class Decisions:
                 continue
             after = found[-1].commit.round
 
-    async def take_milestone_from(self, peer: str) -> bool:
+    async def take_milestone_from(self, peer: str, is_patient: bool = True) -> bool:
         """Begin the log at the peer's milestone; False when it is no later. Raises PeerUnreachable, Refused, WireError."""
-        return self._perform(self._participant.take_milestone(await fetch_milestone(self._endpoint, peer, self.log.begins)))
+        found = await fetch_milestone(self._endpoint, peer, self.log.begins, is_patient)
+        return self._perform(self._participant.take_milestone(found))
 
     async def shorten_log(self, others: Sequence[str]) -> None:
         """Begin the log at a newer milestone if one is due: the owner signs it, other peers ask one of `others`."""

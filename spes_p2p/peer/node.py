@@ -98,7 +98,9 @@ class Node:
         self._observer = observer
         self._planned_members: frozenset[str] = frozenset()
         """Members of the newest plan here, which may become participants."""
-        self.endpoint.shares.is_known = self._is_known
+        self._vouched: tuple[str, frozenset[str]] = "", frozenset()
+        """The last commit, and for whom the owner vouches by it."""
+        self.endpoint.shares.is_known, self.endpoint.shares.is_trusted = self._is_known, self._is_trusted
         self._tasks: set[asyncio.Task[None]] = set()
         self._proving: set[str] = set()
         """Peers that are being asked to prove a claim."""
@@ -117,6 +119,16 @@ class Node:
     def _is_known(self, peer: str) -> bool:
         """Return whether a peer takes part in the rounds; all others are outsiders."""
         return peer in self.log.last.participants or peer in self._planned_members or peer == self.peer_id
+
+    def _is_trusted(self, peer: str) -> bool:
+        """Return whether a peer takes part and the owner vouches for it; in a campaign that is not open, for all that do."""
+        if self.campaign.config.admission != "open":
+            return self._is_known(peer)
+        last = self.log.last
+        if self._vouched[0] != last.id:
+            vouched = (last.members[i] for i in last.vouched)
+            self._vouched = last.id, frozenset((self.peer_id, *last.helpers, *last.electorate, *vouched))
+        return peer in self._vouched[1]
 
     @property
     def base_loss(self) -> float | None:
@@ -251,7 +263,7 @@ class Node:
             with contextlib.suppress(PeerUnreachable, Refused, WireError):
                 if has_control:
                     await self.decisions.take_control_from(peer)
-                await self.decisions.learn_from(peer, after)
+                await self.decisions.learn_from(peer, after, is_patient=False)
             self._doubted_until = {each: until for each, until in self._doubted_until.items() if until > clock()}
             if (self.log.last.id, self.controls.number) == before:
                 self._doubted_until[peer] = clock() + DOUBT_S
