@@ -16,6 +16,7 @@ from spes_p2p.net.detector import (
     ELSEWHERE_CEILINGS,
     ENOUGH_GAPS,
     FLOOR_HEARTBEATS,
+    MUCH_BYTES,
     SilenceDetector,
     silence_bound,
 )
@@ -58,6 +59,17 @@ def test_a_slow_peer_gets_its_own_patience_and_a_new_one_that_of_the_swarm() -> 
         detector.saw_gap("quick", 1.0)
     assert detector.bound("slow") == CEILING_S
     assert detector.bound("quick") == detector.bound("new") == FLOOR_HEARTBEATS * detector.heartbeat_s
+
+
+def test_while_much_is_exchanged_the_bound_is_the_ceiling() -> None:
+    detector = SilenceDetector(CEILING_S)
+    for _ in range(ENOUGH_GAPS):
+        detector.saw_gap("peer", 1.0)
+    detector.moved(MUCH_BYTES - 1, 100.0)
+    assert detector.dead_at("peer", 101.0) == 101.0 + FLOOR_S
+    detector.moved(MUCH_BYTES, 100.0)
+    assert detector.dead_at("peer", 101.0) == 101.0 + CEILING_S
+    assert detector.dead_at("peer", 100.1 + CEILING_S) == 100.1 + CEILING_S + FLOOR_S
 
 
 @pytest.mark.parametrize("taught", [False, True])

@@ -6,7 +6,8 @@ resending, never above the campaign's `silence_s`. MAD is the median absolute de
 deviation of normal gaps (Hampel 1974).
 
 On a thin line heartbeats wait behind megabytes of other streams. Any bytes from a peer, in any stream, therefore
-show that it is alive.
+show that it is alive. Where many connections share a line, some get nothing for seconds; so while this peer exchanges much, the
+bound is the ceiling.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ FLOOR_HEARTBEATS = 5.0
 CLOCK_ERROR_S = 1e-3
 """Timers may fire this much early."""
 KEPT_GAPS, ENOUGH_GAPS = 64, 16
+MUCH_BYTES = 2**14
+"""A message of this length is much."""
 ELSEWHERE_CEILINGS = 3.0
 """Give up a silent stream after this many ceilings even if its peer is heard in other streams: the peer may have come back over
 another connection."""
@@ -49,6 +52,8 @@ class SilenceDetector:
         """From all peers' gaps; None when there is a new one."""
         self._bounds: dict[str, float] = {}
         """Of peers with enough gaps of their own, until the next one."""
+        self._exchanged_at = -math.inf
+        """When much was last sent or received."""
         self._heard_at: dict[str, float] = {}
         self._lost_at: dict[str, float] = {}
 
@@ -59,6 +64,11 @@ class SilenceDetector:
         self._shared_bound = None
         self._bounds.pop(peer, None)
 
+    def moved(self, size: int, now_s: float) -> None:
+        """A message of this many bytes was sent or received."""
+        if size >= MUCH_BYTES:
+            self._exchanged_at = now_s
+
     def heard(self, peer: str, now_s: float) -> None:
         """Something came from this peer."""
         self._heard_at[peer] = now_s
@@ -66,8 +76,9 @@ class SilenceDetector:
 
     def dead_at(self, peer: str, heard_s: float) -> float:
         """Return when to give up a stream with this peer that last received something at `heard_s`."""
-        elsewhere_s = min(self._heard_at.get(peer, heard_s) + self.bound(peer), heard_s + ELSEWHERE_CEILINGS * self.ceiling_s)
-        return max(heard_s + self.bound(peer), elsewhere_s)
+        bound_s = self.ceiling_s if self._exchanged_at >= heard_s - self.ceiling_s else self.bound(peer)
+        elsewhere_s = min(self._heard_at.get(peer, heard_s) + bound_s, heard_s + ELSEWHERE_CEILINGS * self.ceiling_s)
+        return max(heard_s + bound_s, elsewhere_s)
 
     def lost(self, peer: str, now_s: float) -> None:
         """A stream with this peer, or one that was to be opened, was silent for too long; nothing if it is heard elsewhere."""

@@ -485,6 +485,7 @@ class RpcEndpoint:
         clock = asyncio.get_running_loop().time
 
         def count(sent: int, received: int, began_s: float) -> None:
+            self.detector.moved(max(sent, received), clock())
             if sent:
                 self.upload.count(sent, began_s, clock())
             self.sent[method] += sent
