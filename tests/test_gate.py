@@ -35,6 +35,8 @@ from spes_p2p.rounds.gate import (
     effect_of,
     harmful_groups,
     judges,
+    owners_to_blame,
+    suspects,
 )
 from spes_p2p.rounds.planned import Plan
 from spes_p2p.testing.attacks.tamper import Liar
@@ -49,16 +51,17 @@ REPORT = Staged("plan", (), 0, (), b"", (), b"", "0" * 16)
 
 
 def plan_of(standings: str) -> Plan:
-    """v: vouched, n: a newcomer, h: a vouched helper."""
+    """v: vouched, p: a stranger past probation, n: a newcomer, o: one that trained expert 0 only, h: a vouched helper."""
     members = tuple(
-        replace(member(name, 10, (10,) * LAYOUT.num_experts), standing=standing_of(kind), trains=kind != "h")
+        replace(member(name, 10, (10, *[0 if kind == "o" else 10] * 3)), standing=standing_of(kind), trains=kind != "h")
         for name, kind in zip("ABCDEFGHI", standings, strict=False)
     )
     return make_plan_of(members)
 
 
 def standing_of(kind: str) -> Standing:
-    return "newcomer" if kind == "n" else "vouched"
+    kinds: dict[str, Standing] = {"n": "newcomer", "o": "newcomer", "p": "proven"}
+    return kinds.get(kind, "vouched")
 
 
 def verdict(*harmful: str) -> Staged:
@@ -137,6 +140,16 @@ def test_a_commit_leaves_out_harmful_experts_and_names_the_strangers_that_traine
     assert set(commit.dropped) == parts
     assert commit.rejected == (1, 3)
     assert set(commit.heard) == set(range(4)), "their shared weights stay in"
+
+
+def test_where_a_newcomer_trained_an_expert_strangers_past_probation_are_not_blamed_for_it() -> None:
+    """Otherwise two free identities of one attacker could bar an honest stranger."""
+    assert commit_of("vpo", ("expert.0",))[0].rejected == (2,)
+    assert commit_of("vpp", ("expert.0",))[0].rejected == (1, 2)
+    assert commit_of("vpo", ("expert.0", "expert.1"))[0].rejected == (1, 2), "each expert has its own culprit"
+    plan = plan_of("vppn")
+    assert owners_to_blame(plan, (0, 1, 3)) == (3,)
+    assert suspects(plan, (0, 1, 3)) == (1, 3)
 
 
 def test_nobody_is_to_blame_for_what_all_train_or_only_vouched_members_trained() -> None:

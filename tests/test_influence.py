@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from exchange_round import LAYOUT, PART_BYTES, Round, codecs, make_plan_of, memb
 from hypothesis import given
 from hypothesis import strategies as st
 
+from spes_p2p.messages.admission import Standing
 from spes_p2p.rounds import influence
 from spes_p2p.rounds.apply import NextBase, next_base_pieces
 from spes_p2p.rounds.influence import (
@@ -149,7 +151,8 @@ def test_strangers_set_no_median_whatever_their_number(size: float) -> None:
     updates = [*honest(3), *(each * np.float32(size) for each in honest(8, seed=1))]
     tokens, mean = [10, 10, 10, *[10**6] * 8], np.empty(SIZE, np.float32)
     contributions = [
-        Contribution(tokens[i], partial(np.copy, update), is_stranger=i >= 3) for i, update in enumerate(updates)
+        Contribution(tokens[i], partial(np.copy, update), "newcomer" if i >= 3 else "vouched")
+        for i, update in enumerate(updates)
     ]
     clipped = clipped_mean(contributions, mean, clips=True)
     assert set(clipped) == set(range(3, 11))
@@ -161,26 +164,41 @@ def test_strangers_set_no_median_whatever_their_number(size: float) -> None:
 
 def test_strangers_alone_are_clipped_against_each_other() -> None:
     updates, mean = [*honest(5), WORST["huge"]], np.empty(SIZE, np.float32)
-    assert clipped_mean([Contribution(10, partial(np.copy, each), True) for each in updates], mean, clips=True) == (5,)
+    assert clipped_mean([Contribution(10, partial(np.copy, each), "proven") for each in updates], mean, clips=True) == (5,)
 
 
 @pytest.mark.parametrize(("strange", "left"), [(0, 1), (1, 0)])
-def test_of_two_contributors_a_stranger_is_measured_by_the_other(strange: int, left: int) -> None:
-    updates = honest(2)
-    updates[strange] *= np.float32(1000)
-    contributions = [Contribution(10, partial(np.copy, each), is_stranger=i == strange) for i, each in enumerate(updates)]
-    mean = np.empty(SIZE, np.float32)
-    assert clipped_mean(contributions, mean, clips=True) == (strange,)
+@pytest.mark.parametrize(("standing", "other"), [("newcomer", "vouched"), ("proven", "vouched"), ("newcomer", "proven")])
+def test_of_two_contributors_the_less_trusted_one_is_measured_by_the_other(
+    strange: int, left: int, standing: Standing, other: Standing
+) -> None:
+    updates, mean = [honest(1)[0]] * 2, np.empty(SIZE, np.float32)
+
+    def found(factor: float, tokens: int = 10) -> tuple[int, ...]:
+        """Those that were clipped, where the less trusted one sends this multiple of the other's update, in `mean`."""
+        updates[strange] = updates[left] * np.float32(factor)
+        contributions = [
+            Contribution(tokens if i == strange else 10, partial(np.copy, each), standing if i == strange else other)
+            for i, each in enumerate(updates)
+        ]
+        return clipped_mean(contributions, mean, clips=True)
+
+    assert found(1000) == (strange,)
     np.testing.assert_array_equal(mean, updates[left])
-    for smaller in (1 / 500, 0):
-        updates[strange] *= np.float32(smaller)
-        assert clipped_mean(contributions, mean, clips=True) == ()
+    assert found(-0.9 * OUTLIER_RATIO) == (strange,)
+    np.testing.assert_allclose(mean, updates[left] * (1 - NORM_RATIO) / 2, rtol=1e-5)
+    assert found(-1, tokens=10**6) == (strange,)
+    np.testing.assert_allclose(mean, updates[left] * (1 - WEIGHT_RATIO) / (1 + WEIGHT_RATIO), rtol=1e-5)
+    for smaller in (2, 0):
+        assert found(smaller) == ()
 
 
-def test_two_contributors_are_not_clipped_against_each_other() -> None:
+@pytest.mark.parametrize("standing", get_args(Standing))
+def test_two_contributors_of_one_standing_are_not_clipped_against_each_other(standing: Standing) -> None:
     """Nobody can tell which of two lies: a zero update would clip away the honest one."""
-    updates = [honest(1)[0], WORST["zero"]]
-    np.testing.assert_allclose(mean_of(updates)[0], updates[0] / 2, rtol=1e-6)
+    updates, mean = [honest(1)[0], WORST["zero"]], np.empty(SIZE, np.float32)
+    assert clipped_mean([Contribution(10, partial(np.copy, each), standing) for each in updates], mean, clips=True) == ()
+    np.testing.assert_allclose(mean, updates[0] / 2, rtol=1e-6)
 
 
 def test_many_large_updates_are_decoded_again_instead_of_held(monkeypatch: pytest.MonkeyPatch) -> None:

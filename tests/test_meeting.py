@@ -57,3 +57,10 @@ def test_a_plan_takes_no_more_members_than_a_proposal_can_name() -> None:
     assert longest not in fitting([*signed, longest], MAX_FRAME_BYTES)
     assert longest in fitting([*signed, longest], MAX_FRAME_BYTES, {"honest"})
     assert unpack(Proposal, pack(proposal)) == proposal
+
+
+def test_what_does_not_fit_into_a_proposal_costs_nothing_and_who_is_trusted_comes_first() -> None:
+    short, fat, vouched = (Signed(name, bytes(size), b"") for name, size in (("S", 100), ("F", 900), ("V", 600)))
+    room = len(pack(vouched)) + len(pack(short))
+    assert fitting([short, fat, vouched], room, {"V"}, {"V", "F"}) == (short, vouched)
+    assert fitting([short, fat, vouched], len(pack(fat)), {"V"}, {"V", "F"}) == (short, vouched)

@@ -18,10 +18,12 @@ from spes_p2p.consensus.output import Identity
 from spes_p2p.consensus.reform import is_reform
 from spes_p2p.consensus.signed import sign
 from spes_p2p.content.relay import Relay
+from spes_p2p.data.slices import MAX_RETURNED
 from spes_p2p.errors import UserError
 from spes_p2p.messages.admission import Invitation
 from spes_p2p.messages.codec import pack
 from spes_p2p.messages.consensus import Commit, Control, Signed
+from spes_p2p.messages.fields import MAX_EXPERTS
 from spes_p2p.messages.framing import Kind
 from spes_p2p.messages.methods import ROUND
 from spes_p2p.messages.rounds import Manifest, Report, Stalled
@@ -29,9 +31,10 @@ from spes_p2p.messages.samples import Interval
 from spes_p2p.model.layout import Layout
 from spes_p2p.net.rpc import RpcEndpoint, Stream
 from spes_p2p.observe.events import RoundFailed
-from spes_p2p.peer import collecting, gathering
+from spes_p2p.peer import collecting, coordinator, gathering
 from spes_p2p.peer.attempt import RoundMember
 from spes_p2p.peer.collecting import StagedReports
+from spes_p2p.peer.coordinator import COUNT_BYTES, STRANGERS_BYTES, longest_of_stranger
 from spes_p2p.peer.courtesy import Courtesy
 from spes_p2p.peer.exchange import Exchange
 from spes_p2p.peer.gathering import MAX_LATE, LateArrivals
@@ -39,6 +42,7 @@ from spes_p2p.peer.replica import Replica
 from spes_p2p.peer.transfers import Transfers
 from spes_p2p.rounds import parts
 from spes_p2p.rounds.archive import NO_ARCHIVE, Archive
+from spes_p2p.rounds.claims import Outstanding
 from spes_p2p.rounds.commit import staged_report
 from spes_p2p.rounds.parts import part_table
 from spes_p2p.rounds.plan import MAX_SPEED_RATIO, NEWCOMER_WEIGHT
@@ -317,7 +321,7 @@ def test_what_strangers_announce_takes_little_memory_and_none_once_they_are_gone
         node, coordinator = swarm.nodes["W"], swarm.nodes["W"].coordinators()[0]
         announced = announce(
             campaign=swarm.campaign.hash, round=node.log.round + 1, commit=node.log.last.id,
-            untrained=tuple(Interval(0, 2 * i, 2 * i + 1) for i in range(2000)), archived=tuple(range(1000, 4000)),
+            untrained=tuple(Interval(0, 2 * i, 2 * i + 1) for i in range(200)), archived=tuple(range(1000, 3000)),
         )
 
         async def stay(name: str, seconds: float) -> None:
@@ -337,6 +341,48 @@ def test_what_strangers_announce_takes_little_memory_and_none_once_they_are_gone
         for each in staying:
             each.cancel()
         await swarm.until(lambda: swarm.round_of("A") >= 3, 3000)
+
+    simulate(main)
+
+
+def test_a_stranger_that_announces_more_than_its_work_explains_is_in_no_plan() -> None:
+    async def main() -> None:
+        swarm = unaudited_swarm("A", "Y")
+        fat = {"archived": (2**40,) * (STRANGERS_BYTES // COUNT_BYTES)}
+        for name in "AX":
+            swarm.around[name] = lambda world: tampered(Liar(world, swarm.campaign.config), Announces(world.identity, **fat))
+        for name in "AXY":
+            swarm.start(name)
+        log = swarm.nodes["W"].log
+        await swarm.until(lambda: log.round >= 4, 400)
+        assert all({"A", "Y"} <= set(each.commit.members) for each in log.since(1))
+        assert not any("X" in each.commit.members for each in log.since(-1))
+
+    simulate(main)
+
+
+def test_a_stranger_may_announce_a_token_count_for_each_expert_and_all_its_samples() -> None:
+    samples = tuple(Interval(2**40, 2**50 + 2 * i, 2**50 + 2 * i + 1) for i in range(MAX_RETURNED))
+    honest = announce(untrained=samples, routed=(2**48,) * MAX_EXPERTS)
+    work = Outstanding(10, frozenset(), (samples[:1], samples[1:]))
+    assert STRANGERS_BYTES < len(sign(honest, SimulatedIdentity("X")).record) <= longest_of_stranger(work, MAX_EXPERTS)
+
+
+def test_strangers_of_the_last_round_do_not_keep_a_vouched_trainer_out_of_a_full_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        swarm = unaudited_swarm("A", "XY")
+        swarm.invitations["B"] = swarm.invitation("B", ELECTOR)
+        for name in "AXY":
+            swarm.start(name)
+        log = swarm.nodes["W"].log
+        await swarm.until(lambda: set("WAXY") <= set(log.last.members), 400)
+        plan = swarm.peers["A"].replica.base.plan
+        assert plan is not None
+        sizes = [len(pack(each)) for each in plan.proposal.announcements]
+        monkeypatch.setattr(coordinator, "ANNOUNCED_BYTES", sum(sizes) + min(sizes) // 2)
+        swarm.start("B")
+        await swarm.until(lambda: "B" in log.last.members, 400)
+        assert len(log.last.members) < 5
 
     simulate(main)
 

@@ -10,9 +10,9 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
-from itertools import accumulate
 from typing import Any
 
+from spes_p2p.consensus.admission import standing_of
 from spes_p2p.consensus.control import is_banned, is_paused, rolls_back
 from spes_p2p.consensus.proposer import Proposer, ProposerState, Reply, Send
 from spes_p2p.errors import PeerUnreachable, Refused, UserError
@@ -32,6 +32,7 @@ from spes_p2p.peer.gathering import PING_EVERY_S, AttemptFailed, Gathering, Roun
 from spes_p2p.peer.node import Node
 from spes_p2p.peer.replica import Replica
 from spes_p2p.peer.validity import absent_of
+from spes_p2p.rounds.claims import Outstanding, outstanding
 from spes_p2p.rounds.commit import make_commit
 from spes_p2p.rounds.merge import Donors, nearest_experts
 from spes_p2p.rounds.plan import alpha_due, crowded_out, standings_of
@@ -42,6 +43,9 @@ logger = logging.getLogger(__name__)
 
 ANNOUNCED_BYTES, RETURNED_BYTES = MAX_FRAME_BYTES * 3 // 4, MAX_FRAME_BYTES // 8
 """Bound what a proposal holds of announcements and of leaving peers' statements; the rest of its frame is for the donors."""
+STRANGERS_BYTES, COUNT_BYTES, INTERVAL_BYTES = 2**14, 9, 28
+"""Bound a stranger's announcement, beside token counts of experts and the samples of its outstanding work: all members get it
+with the proposal, which 24 strangers with 256 KiB each would fill."""
 VOTE_SILENCES = 3
 """Multiples of `silence_s` in which an elector votes: it may fetch evidence, and look for electors that are called absent."""
 
@@ -103,6 +107,7 @@ class Coordination:
         if self._plan.done():
             self._context.too_late.add(stream.remote, self.parent, self._node.is_invited(announcement.invitation))
             raise Refused(Code.CLOSED, "the plan of this attempt is made")
+        self._check_length(announcement, signed)
         self._members.join(stream, announcement, signed)
         try:
             plan = await stream.alive(asyncio.shield(self._plan))
@@ -112,6 +117,16 @@ class Coordination:
             await self._send_record(stream, self._decided_to)
         finally:
             self._members.leave(stream)
+
+    def _check_length(self, announcement: Announcement, signed: Signed) -> None:
+        """Raise Refused for a stranger's announcement that is longer than its work explains."""
+        log, config = self._node.log, self._node.rules.config
+        is_short = len(signed.record) <= STRANGERS_BYTES
+        if is_short or standing_of(config.admission, signed.peer, announcement.invitation, self.parent.helpers) != "newcomer":
+            return
+        work = outstanding(log.recent(self.parent.round), signed.peer, config.sync.overlap)
+        if len(signed.record) > longest_of_stranger(work, config.model.moe_num_experts):
+            raise Refused(Code.MALFORMED, "malformed announcement: too long for your outstanding work")
 
     async def _serve_proposal(self, stream: Stream, plan: Plan, announcement: Announcement, known: bytes) -> None:
         """Send the plan and its revisions and take the member's reports, until there is a decision.
@@ -215,8 +230,9 @@ class Coordination:
         voters = [peer for peer in there if peer in self.parent.electorate] or there  # anybody can announce as many strangers
         digest = Counter(announced[peer].base_digest for peer in voters).most_common(1)[0][0]
         agreeing = [self._members.signed[peer] for peer, each in there.items() if each.base_digest == digest]
-        first = {*self.parent.electorate, *self.parent.members}
-        announcements, returned = fitting(agreeing, ANNOUNCED_BYTES, first), fitting(left.values(), RETURNED_BYTES)
+        known = {peer for peer, standing in standings.items() if standing in ("vouched", "invited")}
+        last = {*self.parent.electorate, *self.parent.members}
+        announcements, returned = fitting(agreeing, ANNOUNCED_BYTES, known, last), fitting(left.values(), RETURNED_BYTES)
         members = [each.peer for each in announcements]
         tokens = sum(announced[peer].tokens for peer in members)
         donors = await self._choose_donors() if alpha_due(self.parent, tokens, node.rules) > 0 else None
@@ -244,15 +260,23 @@ class Coordination:
         await asyncio.gather(*asked, return_exceptions=True)
 
 
-def fitting(signed: Iterable[Signed], budget_bytes: int, first: Collection[str] = ()) -> tuple[Signed, ...]:
+def fitting(signed: Iterable[Signed], budget_bytes: int, *first: Collection[str]) -> tuple[Signed, ...]:
     """Return these records by peer, without the longest where all do not fit: no member makes a plan too long for all.
 
-    At most MAX_MEMBERS of them, since nobody reads a proposal with more. Those of `first` stay before others.
+    At most MAX_MEMBERS of them, since nobody reads a proposal with more. Each of `first` stays before others, in this order.
     """
-    shortest = sorted(signed, key=lambda each: (each.peer not in first, len(each.record)))[:MAX_MEMBERS]
-    sizes = accumulate(len(pack(each)) for each in shortest)
-    kept = [each for each, size in zip(shortest, sizes, strict=True) if size <= budget_bytes]
+    kept: list[Signed] = []
+    for each in sorted(signed, key=lambda each: (*(each.peer not in peers for peers in first), len(each.record))):
+        size = len(pack(each))
+        if size <= budget_bytes and len(kept) < MAX_MEMBERS:
+            kept.append(each)
+            budget_bytes -= size
     return tuple(sorted(kept, key=lambda each: each.peer))
+
+
+def longest_of_stranger(work: Outstanding, experts: int) -> int:
+    """Return the bytes of the longest announcement that a stranger with this outstanding work needs."""
+    return STRANGERS_BYTES + COUNT_BYTES * experts + INTERVAL_BYTES * sum(map(len, work.samples))
 
 
 async def _drive(node: Node, proposer: Proposer, sends: Sequence[Send]) -> None:

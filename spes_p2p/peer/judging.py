@@ -27,7 +27,7 @@ from spes_p2p.rounds.gate import (
     judged_groups,
     judges,
     mean_effect,
-    owners_to_blame,
+    suspects,
 )
 from spes_p2p.rounds.results import Results
 
@@ -126,7 +126,7 @@ class Judge:
             if name not in experts:
                 harmful += [group.name for group in groups if effect.exceeds(COMMON_HARM_NATS)]
                 continue
-            slow = [self._scores.mean(peers[i]) for i in owners_to_blame(results.plan, contributors[name])]
+            slow = [self._scores.mean(peers[i]) for i in suspects(results.plan, contributors[name])]
             if effect.exceeds(HARM_NATS) or (effect.nats > 0 and any(each.exceeds(SLOW_HARM_NATS) for each in slow)):
                 harmful.append(name)
         scores = tuple((peers[i], -mean_effect(found).nats) for i, found in sorted(by_member.items()))

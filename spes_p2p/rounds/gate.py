@@ -95,9 +95,18 @@ class Scores:
         return mean_effect(effects) if len(effects) >= SLOW_ROUNDS else Effect(0.0, math.inf)
 
 
-def owners_to_blame(plan: Plan, contributors: Iterable[int]) -> tuple[int, ...]:
+def suspects(plan: Plan, contributors: Iterable[int]) -> tuple[int, ...]:
     """Return those of an expert's contributors who may have harmed it: the owner of the campaign vouches for the others."""
     return tuple(sorted(i for i in set(contributors) if plan.members[i].standing != "vouched"))
+
+
+def owners_to_blame(plan: Plan, contributors: Iterable[int]) -> tuple[int, ...]:
+    """Return the suspects that a commit names: only the newcomers, where there are any.
+
+    Identities cost nothing: otherwise two of one attacker could bar every honest stranger that owns an expert with them.
+    """
+    found = suspects(plan, contributors)
+    return tuple(i for i in found if plan.members[i].standing == "newcomer") or found
 
 
 def judges(plan: Plan) -> tuple[int, ...]:
@@ -114,8 +123,11 @@ def harmful_groups(plan: Plan, staged: Mapping[int, Staged]) -> frozenset[str]:
 
 def rejected_members(results: Results, parts: Sequence[Part]) -> tuple[int, ...]:
     """Return the members to blame for these parts, which are left out as harmful: nobody for what all members train."""
-    trained = {i for part in parts if part.group.expert is not None for i in results.contributors(part)}
-    return owners_to_blame(results.plan, trained)
+    trained: dict[str, set[int]] = {}
+    for part in parts:
+        if part.group.expert is not None:
+            trained.setdefault(part.group.name, set()).update(results.contributors(part))
+    return tuple(sorted({i for owners in trained.values() for i in owners_to_blame(results.plan, owners)}))
 
 
 def barred(recent: Sequence[Commit]) -> frozenset[str]:

@@ -3,14 +3,15 @@
 Two checks, on different machines, of different evidence:
 
 - A *reducer* has the updates of all contributors to a part. It leaves out each that is far beyond the median of three or
-  more, or a stranger's far beyond the other's. With three or more it clips the others to a multiple of the median
-  (`clipped_mean`), with four or more also around the mean: one step of CenteredClip (Karimireddy, He, Jaggi, ICML 2021,
+  more, and clips the others to a multiple of the median (`clipped_mean`); of two, the less trusted one by the other. With four
+  or more it also clips around the mean: one step of CenteredClip (Karimireddy, He, Jaggi, ICML 2021,
   arXiv 2012.10333; for peers without a server: Gorbunov et al. 2021, arXiv 2106.11257).
 - *Every member* has the results of all parts, so it can bound the step of each group of weights (`bound_steps`): by the group's
   own record, which is in the base, and an expert also by the other experts. This is what bounds the sole owner of an expert,
-  a reducer, and one of two contributors.
+  a reducer, and one of two contributors that are trusted alike.
 
-Medians are of the contributors that are no strangers, where there are any: an attacker has as many identities as it wants.
+Medians are of the contributors that are no strangers, where there are any: an attacker has as many identities as it wants. Of
+two strangers the one past probation counts.
 
 Norms are compared per root of tokens: the update of t tokens grows between sqrt(t), if steps are noise, and t, if they agree.
 What clipping takes away is gone, as in gradient clipping: it does not return as pending work, and the round's report counts it.
@@ -26,6 +27,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from spes_p2p.messages.admission import Standing
 from spes_p2p.messages.consensus import Commit
 from spes_p2p.model.layout import Group, Layout
 from spes_p2p.rounds.outer import records_of
@@ -77,8 +79,8 @@ class Contribution:
     tokens: int
     decode: Callable[[], np.ndarray]
     """Returns the update: float32, finite."""
-    is_stranger: bool = False
-    """Whether its sender is one (`planned.Member`)."""
+    standing: Standing = "vouched"
+    """Its sender's."""
 
 
 def clipped_mean(contributions: Sequence[Contribution], mean: np.ndarray, clips: bool) -> tuple[int, ...]:
@@ -87,16 +89,13 @@ def clipped_mean(contributions: Sequence[Contribution], mean: np.ndarray, clips:
     Without clipped ones the result is the plain mean, bit for bit. The order of the contributions matters to the bits.
     """
     tokens = [each.tokens for each in contributions]
-    judges = [i for i, each in enumerate(contributions) if not each.is_stranger] or list(range(len(tokens)))
+    judges = _judges([each.standing for each in contributions])
     updates, factors = _Updates(contributions, mean.size), [1.0] * len(tokens)
-    is_many = len(tokens) >= ENOUGH_TO_CLIP
-    if clips and is_many:
+    if clips and (len(tokens) >= ENOUGH_TO_CLIP or len(judges) < len(tokens)):
         bound = int(WEIGHT_RATIO * statistics.median_low(tokens[i] for i in judges))
         tokens = [min(count, bound) for count in tokens]
-    if clips and (is_many or len(judges) < len(tokens)):
         factors = _factors([square_sum(updates[i]) for i in range(len(tokens))], tokens, judges, NORM_RATIO)
         tokens = [count if factor * OUTLIER_RATIO >= NORM_RATIO else 0 for count, factor in zip(tokens, factors, strict=True)]
-        factors = [factor if is_many or not count else 1.0 for count, factor in zip(tokens, factors, strict=True)]
         judges = [i for i in judges if tokens[i]]
     total, scratch = sum(tokens), np.empty_like(mean)
     for i, (count, factor) in enumerate(zip(tokens, factors, strict=True)):
@@ -109,6 +108,14 @@ def clipped_mean(contributions: Sequence[Contribution], mean: np.ndarray, clips:
     return tuple(
         i for i, each in enumerate(contributions) if factors[i] < 1 or centred[i] < 1 or tokens[i] < each.tokens
     )
+
+
+def _judges(standings: Sequence[Standing]) -> list[int]:
+    """Return the places of the contributors whose medians count."""
+    known = [i for i, standing in enumerate(standings) if standing in ("vouched", "invited")]
+    if not known and len(standings) < ENOUGH_TO_CLIP:
+        known = [i for i, standing in enumerate(standings) if standing == "proven"]
+    return known or list(range(len(standings)))
 
 
 def _centre(

@@ -62,7 +62,7 @@ def make_mean(
     """
     order = sorted(updates)
     found = [
-        Contribution(weight_of(part, members, i, updates[i][0], clips), updates[i][1], members[i].is_stranger) for i in order
+        Contribution(weight_of(part, members, i, updates[i][0], clips), updates[i][1], members[i].standing) for i in order
     ]
     return {order[place] for place in clipped_mean(found, mean, clips and not part.summing)}
 
