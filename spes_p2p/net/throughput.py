@@ -79,7 +79,7 @@ class Throughput:
 
     def bytes_per_s(self) -> float:
         """Update the estimate with the traffic since the last call, and return it."""
-        found, on_wire = _fullest(self._windows) / WINDOW_S, self._on_wire_per_s()
+        found, on_wire = _fullest(self._windows) / WINDOW_S, self._wire_bytes_per_s()
         sustained, prompt = (None, 0.0) if on_wire else self._until_confirmed()
         if on_wire:
             is_own = 2 * sum(self._windows.values()) >= sum(self._on_wire.values())
@@ -107,7 +107,7 @@ class Throughput:
         """That estimate, or 0 (unknown) while it rests on too few measurements to call a line slow."""
         return self.last_bytes_per_s if self._measured >= RELIABLE_AFTER else 0.0
 
-    def _on_wire_per_s(self) -> float:
+    def _wire_bytes_per_s(self) -> float:
         """Return the fullest stretch of an interface, in bytes a second; 0 without one."""
         least = IDLE * max(self._on_wire.values(), default=0.0)
         return _fullest({window: size for window, size in self._on_wire.items() if size > least}) / WINDOW_S
