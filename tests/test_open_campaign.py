@@ -45,9 +45,10 @@ def elector(name: str) -> Invitation:
 
 
 def plan_of(
-    announcements: dict[str, Announcement], services: dict[str, Service] | None = None, recent: list[Commit] = RECENT
+    announcements: dict[str, Announcement], services: dict[str, Service] | None = None, recent: list[Commit] = RECENT,
+    rules: Rules = RULES,
 ) -> Plan:
-    return make_plan(recent, Proposal(1, recent[0].id, Ballot(1, "W"), ()), announcements, (), RULES, services or {})
+    return make_plan(recent, Proposal(1, recent[0].id, Ballot(1, "W"), ()), announcements, (), rules, services or {})
 
 
 # Parts ------------------------------------------------------------------------------------------------------------------
@@ -173,6 +174,16 @@ def test_the_shown_loss_is_that_of_the_vouched_trainers(loss: float) -> None:
     assert plan_of({"A": announce(PHASE_TOKENS, elector("A"), loss=2.5)} | strangers).loss == 2.5
     plan = plan_of({"A": announce(0, elector("A")), "X": announce(PHASE_TOKENS, loss=3.0)})
     assert plan.loss == 3.0, "where they bring no work, that of the others"
+
+
+def test_the_schedule_advances_with_work_of_vouched_trainers_only_unless_the_campaign_needs_none() -> None:
+    def step(vouched: int, min_peers: int) -> int:
+        config = campaign(admission="open", sync={"min_peers": min_peers}).config
+        rules = Rules(config, OPEN.hash, NUM_SAMPLES)
+        announcements = {"A": announce(vouched, elector("A")), "P": announce(5), "X": announce(5)}
+        return plan_of(announcements, {"P": Service(PROBATION_ROUNDS)}, rules=rules).step
+
+    assert [step(0, 3), step(5, 3), step(0, 0)] == [RECENT[0].step, RECENT[0].step + 10, RECENT[0].step + 10]
 
 
 @given(st.dictionaries(st.sampled_from("ABCDEF"), st.tuples(st.sampled_from(["elector", "proven", "newcomer"]),

@@ -68,7 +68,8 @@ async def plans_until_finished(swarm: VirtualSwarm) -> dict[int, Plan]:
 
 def open_swarm(total_steps: int, trusted: str, strangers: str, archive: Archive = NO_ARCHIVE) -> VirtualSwarm:
     """W and, as electors, `trusted`; strangers, of whom each newcomer is audited."""
-    sync = {"min_peers": len(trusted + strangers), "audited_share": 0.25, "reform_after_s": 30.0}
+    min_peers = len(trusted + strangers) if trusted else 0
+    sync = {"min_peers": min_peers, "audited_share": 0.25, "reform_after_s": 30.0}
     swarm = VirtualSwarm(campaign(total_steps, admission="open", sync=sync), archive=archive)
     for name in trusted:
         made = Invitation(swarm.campaign.hash, name, ELECTOR, 2**40, b"")
@@ -228,7 +229,7 @@ def test_strangers_that_come_late_take_no_electors_place() -> None:
 
 def test_strangers_alone_are_at_most_as_fast_as_they_may_be_beside_vouched_trainers() -> None:
     async def main() -> tuple[float, int]:
-        swarm = unaudited_swarm("A", "XY", seconds_per_step=4.0)
+        swarm = unaudited_swarm("A", "XY", min_peers=0, seconds_per_step=4.0)
         swarm.start("A")
         for name in "XY":
             swarm.start(name, speed=1e4)
@@ -244,6 +245,32 @@ def test_strangers_alone_are_at_most_as_fast_as_they_may_be_beside_vouched_train
     round_s, steps = simulate(main)
     assert round_s > 40
     assert 0 < steps <= 2 * MAX_SPEED_RATIO * OPEN.config.training.sync_steps
+
+
+@pytest.mark.parametrize("restarts", [False, True])
+def test_strangers_alone_neither_begin_a_campaign_nor_advance_its_schedule(restarts: bool) -> None:
+    async def main() -> None:
+        swarm = unaudited_swarm("A", "XY", seconds_per_step=4.0)
+        for name in "XYZ":
+            swarm.start(name, speed=1e4)
+        log = swarm.nodes["W"].log
+        await asyncio.sleep(60)
+        assert log.round < 0
+        swarm.start("A")
+        await swarm.until(lambda: log.last.step > 0)
+        swarm.kill("A")
+        if restarts:
+            swarm.restart("W")
+            log = swarm.nodes["W"].log
+        await swarm.until(lambda: "A" not in log.last.members)
+        step, round_number = log.last.step, log.round
+        await swarm.until(lambda: log.round >= round_number + 2)
+        assert log.last.tokens > 0
+        assert log.last.step == step
+        swarm.start_again("A")
+        await swarm.until(lambda: log.last.step > step)
+
+    simulate(main)
 
 
 def test_strangers_that_are_done_at_once_and_late_keep_no_invited_elector_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -264,7 +291,7 @@ def test_strangers_that_are_done_at_once_and_late_keep_no_invited_elector_out(mo
     monkeypatch.setattr(Replica, "advance", slowly)
 
     async def main() -> None:
-        swarm = unaudited_swarm("", "XY", seconds_per_step=4.0)
+        swarm = unaudited_swarm("", "XY", min_peers=0, seconds_per_step=4.0)
         for name in "XY":
             swarm.start(name, speed=1e4)
         log = swarm.nodes["W"].log
@@ -584,9 +611,10 @@ def test_strangers_that_announce_before_the_coordinator_has_the_last_base_do_not
     assert all({"A", "B"} <= set(commit.members) for commit in commits)
 
 
-def unaudited_swarm(vouched: str, strangers: str, **options: Any) -> VirtualSwarm:
-    """A swarm with a bootstrap peer, without audits, in which these have yet to start."""
-    sync = {"min_peers": len(vouched) + len(strangers), "audited_share": 0.0}
+def unaudited_swarm(vouched: str, strangers: str, min_peers: int | None = None, **options: Any) -> VirtualSwarm:
+    """A swarm with a bootstrap peer, without audits, in which these have yet to start. `min_peers`: by default all of them."""
+    count = len(vouched + strangers) if min_peers is None else min_peers
+    sync = {"min_peers": count, "audited_share": 0.0}
     swarm = VirtualSwarm(campaign(total_steps=10**6, admission="open", sync=sync), **options)
     for name in vouched:
         swarm.invitations[name] = swarm.invitation(name, ("trainer", "elector"))
