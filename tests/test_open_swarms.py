@@ -18,12 +18,13 @@ from spes_p2p.consensus.output import Identity
 from spes_p2p.consensus.reform import is_reform
 from spes_p2p.consensus.signed import sign
 from spes_p2p.content.relay import Relay
-from spes_p2p.errors import UserError
+from spes_p2p.errors import Refused, UserError
 from spes_p2p.messages.admission import Invitation
 from spes_p2p.messages.codec import pack
 from spes_p2p.messages.consensus import Commit, Control, Signed
 from spes_p2p.messages.framing import Kind
 from spes_p2p.messages.methods import ROUND
+from spes_p2p.messages.refusals import Code
 from spes_p2p.messages.rounds import Manifest, Report, Stalled
 from spes_p2p.messages.samples import Interval
 from spes_p2p.model.layout import Layout
@@ -35,6 +36,7 @@ from spes_p2p.peer.collecting import StagedReports
 from spes_p2p.peer.courtesy import Courtesy
 from spes_p2p.peer.exchange import Exchange
 from spes_p2p.peer.gathering import MAX_LATE, LateArrivals
+from spes_p2p.peer.kept_results import KeptResults
 from spes_p2p.peer.replica import Replica
 from spes_p2p.peer.transfers import Transfers
 from spes_p2p.rounds import parts
@@ -43,6 +45,7 @@ from spes_p2p.rounds.commit import staged_report
 from spes_p2p.rounds.parts import part_table
 from spes_p2p.rounds.plan import MAX_SPEED_RATIO, NEWCOMER_WEIGHT
 from spes_p2p.rounds.planned import Plan
+from spes_p2p.rounds.results import Results
 from spes_p2p.testing.attacks.deciding import altered
 from spes_p2p.testing.attacks.kinds import ATTACKS, AttackKind
 from spes_p2p.testing.attacks.tamper import Liar, Tamper, changed, tampered
@@ -506,6 +509,53 @@ def test_an_open_campaign_goes_on_with_its_strangers_after_a_reform() -> None:
     simulate(main)
 
 
+def test_a_lone_vouched_trainer_on_a_slow_disk_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    honest, slow = KeptResults.stage, list[KeptResults]()
+
+    async def stage(self: KeptResults, results: Results) -> None:
+        if self in slow:
+            await asyncio.sleep(9)
+        await honest(self, results)
+
+    monkeypatch.setattr(KeptResults, "stage", stage)
+
+    async def main() -> None:
+        swarm = unaudited_swarm("A", "XYZ")
+        for name in "AXYZ":
+            swarm.start(name)
+        slow.append(swarm.peers["A"].replica.results)
+        await swarm.until(lambda: swarm.round_of("A") >= 3, 1000)
+        assert swarm.recorders["A"].of(RoundFailed) == []
+
+    simulate(main)
+
+
+@pytest.mark.long
+def test_a_base_that_only_strangers_say_they_have_is_given_up() -> None:
+    async def nothing(stream: Stream) -> None:
+        raise Refused(Code.BUSY, "no")
+
+    async def main() -> None:
+        swarm = unaudited_swarm("AB", "X", reform_after_s=30.0)
+        for name in "ABX":
+            swarm.start(name)
+        await swarm.until(lambda: swarm.round_of("A") >= 3 and swarm.helper.replica.base.round >= 3)
+        had = swarm.helper.replica.base.round
+        swarm.network.partition(["W"], ["A", "B", "X"])
+        await swarm.until(lambda: min(swarm.round_of("X"), swarm.round_of("A")) >= had + 8)
+        for method in ("parts", "manifests", "plan", "base", "base_hashes"):
+            await swarm.nodes["X"].endpoint.serve(method, nothing)
+        swarm.network.heal()
+        log = swarm.nodes["W"].log
+        await swarm.until(lambda: log.round >= had + 8)
+        swarm.kill("A")
+        swarm.kill("B")
+        swarm.start("C")
+        await swarm.until(lambda: swarm.round_of("C") > had and "C" in log.last.members, 1000)
+
+    simulate(main)
+
+
 @pytest.mark.long
 def test_strangers_alone_train_the_shared_weights_until_their_probation_ends() -> None:
     async def main() -> None:
@@ -611,10 +661,12 @@ def test_strangers_that_announce_before_the_coordinator_has_the_last_base_do_not
     assert all({"A", "B"} <= set(commit.members) for commit in commits)
 
 
-def unaudited_swarm(vouched: str, strangers: str, min_peers: int | None = None, **options: Any) -> VirtualSwarm:
+def unaudited_swarm(
+    vouched: str, strangers: str, min_peers: int | None = None, reform_after_s: float = 60.0, **options: Any
+) -> VirtualSwarm:
     """A swarm with a bootstrap peer, without audits, in which these have yet to start. `min_peers`: by default all of them."""
     count = len(vouched + strangers) if min_peers is None else min_peers
-    sync = {"min_peers": count, "audited_share": 0.0}
+    sync = {"min_peers": count, "audited_share": 0.0, "reform_after_s": reform_after_s}
     swarm = VirtualSwarm(campaign(total_steps=10**6, admission="open", sync=sync), **options)
     for name in vouched:
         swarm.invitations[name] = swarm.invitation(name, ("trainer", "elector"))
