@@ -122,6 +122,8 @@ BAD_FILES = [
      "FILE, line 12: model.norm_topk_prob = 'perhaps': must be true or false"),
     ("moe_top_k: 2", "moe_top_k: 2\n  architecture: olmo",
      "FILE, line 12: model.architecture = 'olmo': must be 'olmoe' or 'qwen3_moe'"),
+    ("merge_interval: 10", "merge_interval: 10\nsync:\n  min_peers: 0",
+     "FILE, line 23: sync.min_peers = 0: must be greater than 0 with admission: friends"),
     ("merge_interval: 10", "merge_interval: 10\nsync:\n  codec: gzip",
      "FILE, line 23: sync.codec = 'gzip': must be one of none, fp16, int8, int4, ternary, sparse16, sparse, sparse64, or a "
      "section with router, shared and experts"),

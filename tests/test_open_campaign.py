@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any, get_args
 
 import pytest
-from exchange_round import LAYOUT, PART_BYTES, codecs
+from exchange_round import LAYOUT, PART_BYTES, Round, codecs, make_plan_of, random_updates
 from hypothesis import given
 from hypothesis import strategies as st
 from open_campaign import ELECTOR, GENESIS, OPEN, PHASE_TOKENS, RECENT, announce
@@ -16,16 +16,19 @@ from spes_p2p.consensus.admission import PROBATION_AUDITS, PROBATION_ROUNDS, Ser
 from spes_p2p.consensus.commit_log import KEPT_READ, CommitLog
 from spes_p2p.consensus.control import rollback_commit
 from spes_p2p.consensus.reform import reform_commit
+from spes_p2p.errors import Refused
 from spes_p2p.messages.admission import Invitation, Standing
 from spes_p2p.messages.consensus import Ballot, CertifiedCommit, Commit, Control, Workload
 from spes_p2p.messages.rounds import Announcement, Proposal
 from spes_p2p.rounds.audits import auditors
 from spes_p2p.rounds.claims import NEWCOMERS_WEIGHT, bounded_strangers
-from spes_p2p.rounds.parts import moved_parts, part_table, weight
+from spes_p2p.rounds.commit import lost_reducers
+from spes_p2p.rounds.parts import moved_parts, part_table, to_mask, weight
 from spes_p2p.rounds.plan import LEAST_NEWCOMERS, NEWCOMER_WEIGHT, Rules, crowded_out, make_plan
 from spes_p2p.rounds.planned import Member, Plan
 from spes_p2p.testing.simulate.swarm import EXPERTS, NUM_SAMPLES, campaign
 from spes_p2p.testing.simulated_identity import SimulatedIdentity
+from spes_p2p.testing.virtual_loop import run_virtual
 
 RULES = Rules(OPEN.config, OPEN.hash, NUM_SAMPLES)
 AUDITED = [replace(RECENT[0], vouched=(0,))]
@@ -45,9 +48,10 @@ def elector(name: str) -> Invitation:
 
 
 def plan_of(
-    announcements: dict[str, Announcement], services: dict[str, Service] | None = None, recent: list[Commit] = RECENT
+    announcements: dict[str, Announcement], services: dict[str, Service] | None = None, recent: list[Commit] = RECENT,
+    rules: Rules = RULES,
 ) -> Plan:
-    return make_plan(recent, Proposal(1, recent[0].id, Ballot(1, "W"), ()), announcements, (), RULES, services or {})
+    return make_plan(recent, Proposal(1, recent[0].id, Ballot(1, "W"), ()), announcements, (), rules, services or {})
 
 
 # Parts ------------------------------------------------------------------------------------------------------------------
@@ -70,6 +74,24 @@ def test_newcomers_reduce_nothing_and_proven_strangers_only_where_nobody_else_ca
 def test_an_expert_that_only_newcomers_trained_keeps_its_values(members: tuple[Member, ...]) -> None:
     for part in part_table(LAYOUT, members, codecs("none"), PART_BYTES):
         assert part.group.expert is None or {members[i].standing for i in part.contributors} != {"newcomer"}
+
+
+def test_a_part_that_only_strangers_hold_beside_its_reducer_is_not_in_the_base_and_moves_when_that_is_lost() -> None:
+    strangers = [Member(name, 5, (5,) * EXPERTS, 0.0, True, "newcomer") for name in "XY"]
+    plan = make_plan_of([*(Member(name, 5, (5,) * EXPERTS, 1.0) for name in "AB"), *strangers])
+
+    async def main() -> None:
+        played = await Round.open(plan, random_updates(plan))
+        await played.run()
+        with pytest.raises(Refused, match="too few"):
+            played.commit("AXY")
+        assert not played.commit("AB").dropped
+        results, staged = played.collected(), played.staged()
+        others = {part.index for part in results.parts if part.reducer != 0}
+        staged[1] = replace(staged[1], parts=to_mask(others, len(results.parts)))
+        assert lost_reducers(results, staged, {1, 2, 3}, all_reported=True) == (0,)
+
+    run_virtual(main())
 
 
 # Plans ------------------------------------------------------------------------------------------------------------------
@@ -173,6 +195,16 @@ def test_the_shown_loss_is_that_of_the_vouched_trainers(loss: float) -> None:
     assert plan_of({"A": announce(PHASE_TOKENS, elector("A"), loss=2.5)} | strangers).loss == 2.5
     plan = plan_of({"A": announce(0, elector("A")), "X": announce(PHASE_TOKENS, loss=3.0)})
     assert plan.loss == 3.0, "where they bring no work, that of the others"
+
+
+def test_the_schedule_advances_with_work_of_vouched_trainers_only_unless_the_campaign_needs_none() -> None:
+    def step(vouched: int, min_peers: int) -> int:
+        config = campaign(admission="open", sync={"min_peers": min_peers}).config
+        rules = Rules(config, OPEN.hash, NUM_SAMPLES)
+        announcements = {"A": announce(vouched, elector("A")), "P": announce(5), "X": announce(5)}
+        return plan_of(announcements, {"P": Service(PROBATION_ROUNDS)}, rules=rules).step
+
+    assert [step(0, 3), step(5, 3), step(0, 0)] == [RECENT[0].step, RECENT[0].step + 10, RECENT[0].step + 10]
 
 
 @given(st.dictionaries(st.sampled_from("ABCDEF"), st.tuples(st.sampled_from(["elector", "proven", "newcomer"]),

@@ -19,13 +19,14 @@ from spes_p2p.consensus.reform import is_reform
 from spes_p2p.consensus.signed import sign
 from spes_p2p.content.relay import Relay
 from spes_p2p.data.slices import MAX_RETURNED
-from spes_p2p.errors import UserError
+from spes_p2p.errors import Refused, UserError
 from spes_p2p.messages.admission import Invitation
 from spes_p2p.messages.codec import pack
 from spes_p2p.messages.consensus import Commit, Control, Signed
 from spes_p2p.messages.fields import MAX_EXPERTS
 from spes_p2p.messages.framing import Kind
 from spes_p2p.messages.methods import ROUND
+from spes_p2p.messages.refusals import Code
 from spes_p2p.messages.rounds import Manifest, Report, Stalled
 from spes_p2p.messages.samples import Interval
 from spes_p2p.model.layout import Layout
@@ -38,6 +39,7 @@ from spes_p2p.peer.coordinator import COUNT_BYTES, STRANGERS_BYTES, longest_of_s
 from spes_p2p.peer.courtesy import Courtesy
 from spes_p2p.peer.exchange import Exchange
 from spes_p2p.peer.gathering import MAX_LATE, LateArrivals
+from spes_p2p.peer.kept_results import KeptResults
 from spes_p2p.peer.replica import Replica
 from spes_p2p.peer.transfers import Transfers
 from spes_p2p.rounds import parts
@@ -47,6 +49,7 @@ from spes_p2p.rounds.commit import staged_report
 from spes_p2p.rounds.parts import part_table
 from spes_p2p.rounds.plan import MAX_SPEED_RATIO, NEWCOMER_WEIGHT
 from spes_p2p.rounds.planned import Plan
+from spes_p2p.rounds.results import Results
 from spes_p2p.testing.attacks.deciding import altered
 from spes_p2p.testing.attacks.kinds import ATTACKS, AttackKind
 from spes_p2p.testing.attacks.tamper import Liar, Tamper, changed, tampered
@@ -72,7 +75,8 @@ async def plans_until_finished(swarm: VirtualSwarm) -> dict[int, Plan]:
 
 def open_swarm(total_steps: int, trusted: str, strangers: str, archive: Archive = NO_ARCHIVE) -> VirtualSwarm:
     """W and, as electors, `trusted`; strangers, of whom each newcomer is audited."""
-    sync = {"min_peers": len(trusted + strangers), "audited_share": 0.25, "reform_after_s": 30.0}
+    min_peers = len(trusted + strangers) if trusted else 0
+    sync = {"min_peers": min_peers, "audited_share": 0.25, "reform_after_s": 30.0}
     swarm = VirtualSwarm(campaign(total_steps, admission="open", sync=sync), archive=archive)
     for name in trusted:
         made = Invitation(swarm.campaign.hash, name, ELECTOR, 2**40, b"")
@@ -232,7 +236,7 @@ def test_strangers_that_come_late_take_no_electors_place() -> None:
 
 def test_strangers_alone_are_at_most_as_fast_as_they_may_be_beside_vouched_trainers() -> None:
     async def main() -> tuple[float, int]:
-        swarm = unaudited_swarm("A", "XY", seconds_per_step=4.0)
+        swarm = unaudited_swarm("A", "XY", min_peers=0, seconds_per_step=4.0)
         swarm.start("A")
         for name in "XY":
             swarm.start(name, speed=1e4)
@@ -248,6 +252,32 @@ def test_strangers_alone_are_at_most_as_fast_as_they_may_be_beside_vouched_train
     round_s, steps = simulate(main)
     assert round_s > 40
     assert 0 < steps <= 2 * MAX_SPEED_RATIO * OPEN.config.training.sync_steps
+
+
+@pytest.mark.parametrize("restarts", [False, True])
+def test_strangers_alone_neither_begin_a_campaign_nor_advance_its_schedule(restarts: bool) -> None:
+    async def main() -> None:
+        swarm = unaudited_swarm("A", "XY", seconds_per_step=4.0)
+        for name in "XYZ":
+            swarm.start(name, speed=1e4)
+        log = swarm.nodes["W"].log
+        await asyncio.sleep(60)
+        assert log.round < 0
+        swarm.start("A")
+        await swarm.until(lambda: log.last.step > 0)
+        swarm.kill("A")
+        if restarts:
+            swarm.restart("W")
+            log = swarm.nodes["W"].log
+        await swarm.until(lambda: "A" not in log.last.members)
+        step, round_number = log.last.step, log.round
+        await swarm.until(lambda: log.round >= round_number + 2)
+        assert log.last.tokens > 0
+        assert log.last.step == step
+        swarm.start_again("A")
+        await swarm.until(lambda: log.last.step > step)
+
+    simulate(main)
 
 
 def test_strangers_that_are_done_at_once_and_late_keep_no_invited_elector_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -268,7 +298,7 @@ def test_strangers_that_are_done_at_once_and_late_keep_no_invited_elector_out(mo
     monkeypatch.setattr(Replica, "advance", slowly)
 
     async def main() -> None:
-        swarm = unaudited_swarm("", "XY", seconds_per_step=4.0)
+        swarm = unaudited_swarm("", "XY", min_peers=0, seconds_per_step=4.0)
         for name in "XY":
             swarm.start(name, speed=1e4)
         log = swarm.nodes["W"].log
@@ -525,6 +555,53 @@ def test_an_open_campaign_goes_on_with_its_strangers_after_a_reform() -> None:
     simulate(main)
 
 
+def test_a_lone_vouched_trainer_on_a_slow_disk_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    honest, slow = KeptResults.stage, list[KeptResults]()
+
+    async def stage(self: KeptResults, results: Results) -> None:
+        if self in slow:
+            await asyncio.sleep(9)
+        await honest(self, results)
+
+    monkeypatch.setattr(KeptResults, "stage", stage)
+
+    async def main() -> None:
+        swarm = unaudited_swarm("A", "XYZ")
+        for name in "AXYZ":
+            swarm.start(name)
+        slow.append(swarm.peers["A"].replica.results)
+        await swarm.until(lambda: swarm.round_of("A") >= 3, 1000)
+        assert swarm.recorders["A"].of(RoundFailed) == []
+
+    simulate(main)
+
+
+@pytest.mark.long
+def test_a_base_that_only_strangers_say_they_have_is_given_up() -> None:
+    async def nothing(stream: Stream) -> None:
+        raise Refused(Code.BUSY, "no")
+
+    async def main() -> None:
+        swarm = unaudited_swarm("AB", "X", reform_after_s=30.0)
+        for name in "ABX":
+            swarm.start(name)
+        await swarm.until(lambda: swarm.round_of("A") >= 3 and swarm.helper.replica.base.round >= 3)
+        had = swarm.helper.replica.base.round
+        swarm.network.partition(["W"], ["A", "B", "X"])
+        await swarm.until(lambda: min(swarm.round_of("X"), swarm.round_of("A")) >= had + 8)
+        for method in ("parts", "manifests", "plan", "base", "base_hashes"):
+            await swarm.nodes["X"].endpoint.serve(method, nothing)
+        swarm.network.heal()
+        log = swarm.nodes["W"].log
+        await swarm.until(lambda: log.round >= had + 8)
+        swarm.kill("A")
+        swarm.kill("B")
+        swarm.start("C")
+        await swarm.until(lambda: swarm.round_of("C") > had and "C" in log.last.members, 1000)
+
+    simulate(main)
+
+
 @pytest.mark.long
 def test_strangers_alone_train_the_shared_weights_until_their_probation_ends() -> None:
     async def main() -> None:
@@ -630,9 +707,12 @@ def test_strangers_that_announce_before_the_coordinator_has_the_last_base_do_not
     assert all({"A", "B"} <= set(commit.members) for commit in commits)
 
 
-def unaudited_swarm(vouched: str, strangers: str, **options: Any) -> VirtualSwarm:
-    """A swarm with a bootstrap peer, without audits, in which these have yet to start."""
-    sync = {"min_peers": len(vouched) + len(strangers), "audited_share": 0.0}
+def unaudited_swarm(
+    vouched: str, strangers: str, min_peers: int | None = None, reform_after_s: float = 60.0, **options: Any
+) -> VirtualSwarm:
+    """A swarm with a bootstrap peer, without audits, in which these have yet to start. `min_peers`: by default all of them."""
+    count = len(vouched + strangers) if min_peers is None else min_peers
+    sync = {"min_peers": count, "audited_share": 0.0, "reform_after_s": reform_after_s}
     swarm = VirtualSwarm(campaign(total_steps=10**6, admission="open", sync=sync), **options)
     for name in vouched:
         swarm.invitations[name] = swarm.invitation(name, ("trainer", "elector"))

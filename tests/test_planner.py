@@ -381,7 +381,7 @@ def test_a_swarm_on_one_machine_shares_its_memory(monkeypatch: pytest.MonkeyPatc
     started: list[list[str]] = []
     monkeypatch.setattr(free_memory, "measured", lambda device: Device("cpu", 9000))
     monkeypatch.setattr(local_swarm, "start_peer", lambda folder, name, arguments: started.append(arguments))
-    local_swarm.start_trainers("address", 3, tmp_path, (Path("a"), Path("b")))
+    local_swarm.start_trainers("address", tmp_path, (Path("a"), Path("b")), [()] * 3)
     folders = ["--data-dir", "a", "--data-dir", "b"]
     assert started == [["join", "address", "--devices", "cpu", "--memory", "3000B", *folders]] * 3
 
@@ -392,7 +392,7 @@ def test_a_swarm_spreads_its_peers_over_the_gpus_of_a_machine(monkeypatch: pytes
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(free_memory, "measured", lambda devices: Device("cuda", 9000 + devices[0].index))
     monkeypatch.setattr(local_swarm, "start_peer", lambda folder, name, arguments: started.append(arguments))
-    local_swarm.start_trainers("address", 3, tmp_path, ())
+    local_swarm.start_trainers("address", tmp_path, (), [()] * 3)
     shared, own = ["--devices", "0", "--memory", "4500B"], ["--devices", "1", "--memory", "9001B"]
     assert [options[2:] for options in started] == [shared, own, shared]
 

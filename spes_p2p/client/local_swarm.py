@@ -88,8 +88,8 @@ async def run_swarm(
     try:
         processes[BOOTSTRAP] = start_peer(run_dir, BOOTSTRAP, ["bootstrap", "--config", str(config_path)])
         address = await _address(run_dir / BOOTSTRAP, processes[BOOTSTRAP])
-        invited = await invited_by(run_dir / BOOTSTRAP) if files.campaign.config.admission == "invite" else ()
-        processes.update(start_trainers(address, peers, run_dir, files.folders, invited))
+        invited = [await _invited(files.campaign.config.admission, run_dir, number) for number in range(peers)]
+        processes.update(start_trainers(address, run_dir, files.folders, invited))
         await _watch(processes, address, run_dir, rounds, stopped, on_started)
     finally:
         failed = await _end(processes)
@@ -110,27 +110,42 @@ def check_memory(peers: int, available: int) -> None:
 
 
 def start_trainers(
-    address: str, peers: int, run_dir: Path, folders: Sequence[Path], invited: Sequence[str] = ()
+    address: str, run_dir: Path, folders: Sequence[Path], invited: Sequence[Sequence[str]]
 ) -> dict[str, subprocess.Popen[bytes]]:
     """Start trainers, spread over this machine's GPUs; return the processes by name.
 
-    `folders` hold their token files. `invited`: options of each. Each gets an equal share of its device's free memory, all of
-    which it would otherwise claim before the others start.
+    `folders` hold their token files. `invited`: the further options of each. Each gets an equal share of its device's free
+    memory, all of which it would otherwise claim before the others start.
     """
     from spes_p2p.campaign.free_memory import choose_devices, measured
 
     devices = choose_devices("auto")
     devices = choose_devices("all") if devices[0].type == "cuda" else devices
     free = [measured([device]).memory for device in devices]
-    common = [*invited, *(part for folder in folders for part in ("--data-dir", str(folder)))]
+    common = [part for folder in folders for part in ("--data-dir", str(folder))]
     processes = {}
-    for number in range(peers):
+    for number, its_options in enumerate(invited):
         place = number % len(devices)
-        on_it = len(range(place, peers, len(devices)))
+        on_it = len(range(place, len(invited), len(devices)))
         device = "cpu" if devices[place].type == "cpu" else str(place)
-        options = ["--devices", device, "--memory", f"{free[place] // on_it}B", *common]
+        options = ["--devices", device, "--memory", f"{free[place] // on_it}B", *its_options, *common]
         processes[f"peer-{number}"] = start_peer(run_dir, f"peer-{number}", ["join", address, *options])
     return processes
+
+
+async def _invited(admission: str, run_dir: Path, number: int) -> Sequence[str]:
+    """Return the options by which a trainer joins: in an open campaign as one that the owner vouches for."""
+    if admission == "friends":
+        return ()
+    return await invited_by(run_dir / BOOTSTRAP, own_peer_id(run_dir / f"peer-{number}") if admission == "open" else "")
+
+
+def own_peer_id(folder: Path) -> str:
+    """Return the id of the peer with this run-dir; make run-dir and key before its first start."""
+    from spes_p2p.net.identity import RSAIdentity
+
+    folder.mkdir(exist_ok=True)
+    return RSAIdentity(folder / "identity.key").peer_id
 
 
 async def invited_by(bootstrap: Path, elector: str = "") -> tuple[str, str]:

@@ -189,7 +189,9 @@ class SyncConfig(Section):
         0.02, description="Share of the phases of peers for whom the owner does not vouch that vouched trainers train again, "
         "to check that they were trained (`admission: open` only). Each costs its auditor as many steps, all of them at most "
         "ten times this share of its own. 0: none.")
-    min_peers: Positive = Field(1, description="Trainers required before the first round is planned.")
+    min_peers: Count = Field(
+        1, description="Trainers required before the first round is planned; with `admission: open`, the owner must vouch for "
+        "one of them, and only rounds with work of such trainers advance the schedule. 0 (only there): strangers suffice.")
     join_grace_s: NonNegative = Field(
         5.0, description="Seconds that the first round waits for more trainers once min_peers are present.")
     silence_s: PositiveNumber = Field(
@@ -301,6 +303,8 @@ class CampaignConfig(Section):
         interval, sync = self.merge.merge_interval, self.training.sync_steps
         require(interval is None or interval % sync == 0, "merge.merge_interval", interval,
                  f"must be a multiple of training.sync_steps = {sync}")
+        require(self.sync.min_peers > 0 or self.admission == "open", "sync.min_peers", 0,
+                 f"must be greater than 0 with admission: {self.admission}")
         return self
 
     @property

@@ -139,6 +139,7 @@ class StagedReports:
             for reducer in stalled:
                 self._drop(reducer)
             waiting = [i for i, peer in enumerate(names) if i not in self.staged and peer in alive]
+            are_held = len(known) == len(names) or len(self.staged.keys() & known) >= min(HOLDERS, len(known))
             decisive: Collection[int] = known | {part.reducer for part in self.results.parts}
             if len(decisive) < HOLDERS:
                 decisive = range(len(names))
@@ -161,7 +162,7 @@ class StagedReports:
                 half_at = now  # they get the same time once more
             elif half_at is None and (self._has_half(decisive) or (now - started > known_s and self._has_half(known))):
                 half_at = now
-            elif (half_at is not None and now - half_at > self._patience(half_at - started)) or left_s == 0:
+            elif (half_at is not None and are_held and now - half_at > self._patience(half_at - started)) or left_s == 0:
                 self._end_wait(is_in_vain=True)
                 self._give_up(names[i] for i in waiting)
                 left_s = None

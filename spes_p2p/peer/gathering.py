@@ -19,6 +19,7 @@ from spes_p2p.net.rpc import Stream
 from spes_p2p.net.tasks import end_tasks
 from spes_p2p.peer.courtesy import LAST_SHARE, LATE_SHARE, LEAST_S, LEAST_SHARE, Courtesy, Wait
 from spes_p2p.peer.node import Node
+from spes_p2p.rounds.plan import needs_vouched
 from spes_p2p.rounds.stragglers import patience_s, straggler_delay
 
 logger = logging.getLogger(__name__)
@@ -146,6 +147,8 @@ class Gathering:
         self._pinged: dict[str, float] = {}
         """By peer: the loop time of its last ping."""
         self._told_to_stop: set[str] = set()
+        self._has_told = False
+        """Whether the log says that round 0 waits for a vouched trainer."""
         self._dead: dict[str, int] = {}
         """Peers that did not answer, with the number of times that they had said to be back: another time revives them."""
 
@@ -269,10 +272,17 @@ class Gathering:
     def _quorum_of(self, trainers: set[str], expected: Mapping[str, int]) -> float | None:
         """Loop time at which half of `pace`'s work was done or, without assignments, enough trainers were there to begin.
 
-        None before that. Phases are planned to take all trainers as long, so half of them are a quorum after twice their time:
-        a member with most of the work that never announces it holds up nobody for longer.
+        None before that, and before the first round of an open campaign while no vouched trainer is there. Phases are planned
+        to take all trainers as long, so half of them are a quorum after twice their time: a member with most of the work that
+        never announces it holds up nobody for longer.
         """
-        enough = self._context.node.rules.config.sync.min_peers if self._context.parent.round < 0 else 1
+        config, is_first = self._context.node.rules.config, self._context.parent.round < 0
+        if is_first and needs_vouched(config) and all(self._standing_of(peer) == "newcomer" for peer in trainers):
+            if len(trainers) >= config.sync.min_peers and not self._has_told:
+                logger.warning("round 0 waits for a trainer that you vouch for: invite one with --roles trainer,elector")
+                self._has_told = True
+            return None
+        enough = config.sync.min_peers if is_first else 1
         expected = self._pacing(expected)
         needed, there = (sum(expected.values()) / 2 if expected else enough), 0
         done_at = sorted(self._done_at[peer] for peer in trainers if peer in expected)

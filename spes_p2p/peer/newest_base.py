@@ -33,7 +33,7 @@ class NewestBase:
         self._node, self._snapshots = node, snapshots
         self._kept = PartialDownload(node.world.store)
         self._lost_after, self._lost_since = "", 0.0
-        """The commit whose base is needed here and offered by nobody, and the loop time since when."""
+        """The commit whose base is needed here, and the loop time since when no vouched peer offers it and nothing arrives."""
         self._asked_at = -math.inf
         """Loop time at which this peer last asked for the newest commit."""
 
@@ -50,7 +50,7 @@ class NewestBase:
         offers = [offer for offer in await self.offers(commit) if offer.info.round == commit.round]
         if commit.round < 0 or is_rollback(commit):
             offers = [offer for offer in offers if offer.info.digest == commit.base_digest]
-        if offers:
+        if any(self._is_vouched(offer.donor) for offer in offers):
             self._lost_after = ""
         elif self._lost_after != commit.id:
             self._lost_after, self._lost_since = commit.id, asyncio.get_running_loop().time()
@@ -67,14 +67,21 @@ class NewestBase:
         on_progress: Callable[[int, int], None] = lambda done, total: None,
         resumable: bool = True,
     ) -> Base:
-        """Download the offered base into a scratch file. Raises PeerUnreachable when no donor is left.
+        """Download the offered base into a scratch file; what arrives says that it is not lost.
+
+        Raises PeerUnreachable when no donor is left.
 
         `have`: a base that shares some of its pieces. `resumable`: keep what arrives on disk until `clear`.
         """
         info, kept = offers[0].info, self._kept if resumable else None
         world = self._node.world
+
+        def arrived(done: int, total: int) -> None:
+            self._lost_since = asyncio.get_running_loop().time()
+            on_progress(done, total)
+
         values, digests = await download(
-            self._node.fetcher, offers, have, on_progress, kept, world.store.scratch, world.run_blocking, world.threads
+            self._node.fetcher, offers, have, arrived, kept, world.store.scratch, world.run_blocking, world.threads
         )
         values.flags.writeable = False
         return Base(info.commit, info.round, values, info.digest, None, digests)
@@ -106,6 +113,14 @@ class NewestBase:
         return self._lost_since if self._lost_after == self._node.log.last.id else None
 
     async def at_hand(self, peers: Sequence[str]) -> int | None:
-        """Return the last round of the log whose base this peer or one of these has; None when there is none."""
-        known = [*await newest_bases(self._node.endpoint, peers), *self._snapshots.infos]
+        """Return the last round of the log whose base this peer or a vouched one of these has; None when there is none."""
+        vouched = [peer for peer in peers if self._is_vouched(peer)]
+        known = [*await newest_bases(self._node.endpoint, vouched), *self._snapshots.infos]
         return max((info.round for info in known if self._node.log.has(info.commit, info.round)), default=None)
+
+    def _is_vouched(self, peer: str) -> bool:
+        """Return whether the owner vouches for this peer, by the last commits: strangers offer what they do not have."""
+        recent = self._node.log.recent(self._node.log.round)
+        return self._node.rules.config.admission != "open" or any(
+            peer in {*commit.helpers, *commit.electorate, *(commit.members[i] for i in commit.vouched)} for commit in recent
+        )

@@ -18,12 +18,12 @@ from spes_p2p.messages.refusals import Code
 from spes_p2p.messages.rounds import Manifest, Staged
 from spes_p2p.rounds.gate import harmful_groups, rejected_members
 from spes_p2p.rounds.parts import Part, mask_bytes, to_mask
-from spes_p2p.rounds.planned import Plan
+from spes_p2p.rounds.planned import Plan, holders
 from spes_p2p.rounds.remembered import remembered
 from spes_p2p.rounds.results import ABSENT, Results
 
 HOLDERS = 2
-"""A part is in the base if so many members hold it durably, or the only one."""
+"""A part is in the base if this many members that are no strangers, or the only one, hold it durably."""
 
 
 def contributions(commit: Commit, results: Results, tokens_per_step: int) -> tuple[tuple[str, int, int], ...]:
@@ -53,13 +53,15 @@ def clipped_parts(commit: Commit, results: Results) -> tuple[tuple[str, int], ..
 def make_commit(parent: Commit, plan: Plan, results: Results, staged: Mapping[int, Staged]) -> Commit:
     """Return the commit to propose after `parent`.
 
-    It includes each part that two members (of two or more) hold durably, but for groups that judges call harmful.
+    It includes each part that two members (of two or more) hold durably, but for groups that judges call harmful. Strangers do
+    not count.
 
     `staged`: reports by member index. `results`: the reducers' manifests. Raises Refused if the plan has parts and none is
     included, or too few members report.
     """
     results = _with_manifests(results, staged)
-    needed = min(HOLDERS, len(plan.members))
+    known = holders(plan.members)
+    needed = min(HOLDERS, max(1, len(known)))
     roots = results.roots()
     reduced = [part for part in results.parts if results.digest_of(part) not in (None, ABSENT)]
     counts = holder_counts(staged, results)
@@ -69,7 +71,7 @@ def make_commit(parent: Commit, plan: Plan, results: Results, staged: Mapping[in
     kept = {part.index for part in included}
     if results.parts and not held:
         raise Refused(Code.FAILED, "too few members hold any part")
-    if len(staged) < needed:
+    if len(staged.keys() & known) < needed:
         raise Refused(Code.FAILED, "too few members hold the plan")
     peers = tuple(member.peer for member in plan.members)
     incarnations = {**incarnations_of(parent), **{peers[i]: report.incarnation for i, report in staged.items()}}
@@ -186,12 +188,12 @@ def lost_reducers(results: Results, staged: Mapping[int, Staged], living: set[in
     """Return the members whose parts must move to other reducers: empty, or all lost reducers and unreported lost members.
 
     A reducer that reported may have served all its results. It counts as lost only when all living members have reported and
-    too few of them hold one of its parts.
+    too few of them, strangers apart, hold one of its parts.
     """
     gone = set(range(len(results.plan.members))) - living - {i for lost in results.lost for i in lost}
     if not gone or not living:
         return ()
-    needed = min(2, len(living))
+    needed = min(HOLDERS, len(living & holders(results.plan.members)))
     if all_reported:
         collected = _with_manifests(results, staged)
         counts = holder_counts({index: report for index, report in staged.items() if index in living}, collected)
@@ -208,14 +210,14 @@ def lost_reducers(results: Results, staged: Mapping[int, Staged], living: set[in
 
 
 def holder_counts(staged: Mapping[int, Staged], results: Results) -> dict[int, int]:
-    """Return by part index the number of members that hold its result.
+    """Return by part index the number of members, strangers apart, that hold its result.
 
     A report counts for a part if it was made with the part's present reducer, has the part's bit, and agrees with `results` on
     that reducer's manifest: by the digest of all its manifests, or by the roots if it lists them.
     """
     counts = dict.fromkeys((part.index for part in results.parts), 0)
-    roots, members = results.roots(), len(results.plan.members)
-    for report in staged.values():
+    roots, members, known = results.roots(), len(results.plan.members), holders(results.plan.members)
+    for report in [report for index, report in staged.items() if index in known]:
         agrees = bool(report.roots) or _agrees(report, roots, members)
         missing = set(report.missing)
         for part in results.parts:

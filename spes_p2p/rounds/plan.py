@@ -55,14 +55,19 @@ class Rules:
         return scheduled(self.config, control, round_number).training
 
 
+def needs_vouched(config: CampaignConfig) -> bool:
+    """Return whether a campaign begins, and its schedule advances, only with work of vouched trainers."""
+    return config.admission == "open" and config.sync.min_peers > 0
+
+
 def campaign_step(commit: Commit, tokens: int, rules: Rules) -> int:
-    """Return the campaign step after the round that follows `commit`. It advances if any member trained."""
+    """Return the campaign step after the round that follows `commit`. `tokens`: of work that advances the schedule."""
     training = rules.training(commit.control, commit.round + 1)
     return min(commit.step + (training.sync_steps if tokens else 0), training.total_steps)
 
 
 def alpha_due(commit: Commit, tokens: int, rules: Rules) -> float:
-    """Return the merge strength of the next round; 0 if no merge is due."""
+    """Return the merge strength of the next round; 0 if no merge is due. `tokens`: as in `campaign_step`."""
     merge = rules.config.merge
     step = campaign_step(commit, tokens, rules)
     if merge.merge_interval is None or not tokens or step % merge.merge_interval:
@@ -117,10 +122,12 @@ def make_plan(
     drawn = tuple(sorted(drawn_work(recent, services, config)))
     verdicts = verdicts_of(announcements, members, recent, drawn)
     tokens = sum(member.tokens for member in members)
-    step = campaign_step(commit, tokens, rules)
-    alpha = alpha_due(commit, tokens, rules)
+    leading = [each for each in members if not (each.is_stranger and needs_vouched(config))]
+    led = sum(member.tokens for member in leading)
+    step = campaign_step(commit, led, rules)
+    alpha = alpha_due(commit, led, rules)
     under_way = rules.training(commit.control, commit.round + 1)
-    ahead = under_way.sync_steps if any(a.in_flight for a in announcements.values()) else 0
+    ahead = under_way.sync_steps if any(announcements[each.peer].in_flight for each in leading) else 0
     phase_step = min(step + ahead, under_way.total_steps)
     capable = _auditable(members, announcements) if can_be_audited(config, recent) else announcements
     owners = _owners(members, capable, commit, rules)

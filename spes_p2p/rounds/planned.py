@@ -52,9 +52,14 @@ def pacemakers(members: Sequence[Member]) -> frozenset[str]:
     return frozenset(member.peer for member in [each for each in trainers if not each.is_stranger] or trainers)
 
 
+def holders(members: Sequence[Member]) -> frozenset[int]:
+    """Return the members whose word counts for what they hold durably, as indices: no strangers."""
+    return frozenset(i for i, member in enumerate(members) if not member.is_stranger)
+
+
 def trusted(members: Sequence[Member]) -> frozenset[int]:
     """Return the members that decide how long a round waits, as indices: no strangers, unless they are alone."""
-    return frozenset([i for i, member in enumerate(members) if not member.is_stranger] or range(len(members)))
+    return holders(members) or frozenset(range(len(members)))
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,8 @@ from pathlib import Path
 import psutil
 
 from spes_p2p.campaign.files import read_campaign
-from spes_p2p.client.local_swarm import BOOTSTRAP, START_TIMEOUT_S, invited_by, last_line, start_peer
+from spes_p2p.client.local_swarm import BOOTSTRAP, START_TIMEOUT_S, invited_by, last_line, own_peer_id, start_peer
 from spes_p2p.errors import UserError
-from spes_p2p.net.identity import RSAIdentity
 from spes_p2p.session.run_dir import ADDRESS_FILE
 from spes_p2p.testing.simulate.audit import Audit
 from spes_p2p.testing.simulate.namespaces import Namespaces
@@ -107,9 +106,7 @@ class ProcessSwarm:
 
     def _identity(self, name: str) -> str:
         """Return a peer's id; make its run-dir and key before its first start."""
-        folder = self._run_dir / name
-        folder.mkdir(exist_ok=True)
-        return RSAIdentity(folder / "identity.key").peer_id
+        return own_peer_id(self._run_dir / name)
 
     def _read_address(self, bootstrap: Process) -> str:
         """Wait for the bootstrap peer's address."""
