@@ -161,7 +161,7 @@ def test_whoever_is_killed_while_a_part_begins_loses_nothing(
     else:
         last.unlink()
     if moment == "half compressed":
-        last.with_name(f"{plain.name}.partial").write_bytes(packed[:20])
+        last.with_name(f"{plain.name}.gz.1.tmp").write_bytes(packed[:20])
     assert read_events(tmp_path) == EVENTS
     History("a", tmp_path).record(Evaluated(NUM_KEPT, 2.0))
     assert read_events(tmp_path) == [*EVENTS, Evaluated(NUM_KEPT, 2.0)]

@@ -306,6 +306,8 @@ def test_a_trainer_is_refused_where_its_disk_would_be_full_in_a_round_but_not_fo
         require_disk(files, at, resources)
     at.run_dir.mkdir(parents=True)
     (at.run_dir / "base").write_bytes(b"\1" * 8192)
+    really_found = Path.rglob
+    monkeypatch.setattr(Path, "rglob", lambda folder, pattern: [folder / "gone.tmp", *really_found(folder, pattern)])
     require_disk(files, at, resources)
 
 
