@@ -329,7 +329,8 @@ BAD_COMMANDS: dict[str, tuple[Callable[[Place], list[str]], tuple[str, ...]]] = 
     "join from nothing": (lambda p: join(p, "--from", "none"), ("--from none: no such checkpoint folder; give that of",)),
     "join identity is not there": (
         lambda p: join(p, "--identity", "no.key"), ("--identity 'no.key': no such file", "or make one with spes-p2p identity")),
-    "identity of nothing": (lambda p: ["identity", "--identity", a_file(p)], ("not an identity file",)),
+    "identity of nothing": (
+        lambda p: ["identity", "--identity", a_file(p)], ("not an identity file", "; restore your copy, or delete it to")),
     "name with markup": (
         lambda p: ["join", p.address, "--name", "<b>me</b>"], ("--name = '<b>me</b>'", "letters, digits, spaces", "1 to 24")),
     "team of blanks": (lambda p: ["join", p.address, "--team", "  "], ("--team = '  '", "a letter among them")),

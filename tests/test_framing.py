@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spes_p2p.errors import PeerUnreachable, Refused
+from spes_p2p.errors import PeerUnreachable, Refused, UserError
 from spes_p2p.messages.codec import WireError, pack, unpack
 from spes_p2p.messages.framing import IGNORABLE, Kind, Message
-from spes_p2p.messages.methods import METHODS, PING
+from spes_p2p.messages.methods import METHODS, PING, PREPARE
 from spes_p2p.messages.refusals import LONGEST_REFUSAL, Code
 from spes_p2p.messages.rounds import Ping, Pong
 from spes_p2p.net.interfaces import Channel
@@ -175,6 +175,23 @@ def nothing_unforeseen() -> Iterator[None]:
     finally:
         logger.removeHandler(handler)
     assert not errors
+
+
+def test_what_ails_this_peer_is_said_without_the_request_that_met_it(caplog: pytest.LogCaptureFixture) -> None:
+    async def full(stream: Stream) -> None:
+        raise UserError("votes: cannot be written; make room")
+
+    async def main() -> None:
+        network = MemoryNetwork()
+        await RpcEndpoint(network.transport("B"), 5.0).serve(PREPARE, full)
+        channel = await network.transport("A").open("B", PREPARE)
+        await channel.send(b"")
+        while await channel.receive() is not None:
+            pass
+
+    with contextlib.suppress(PeerUnreachable):
+        run_virtual(main())
+    assert caplog.messages == ["votes: cannot be written; make room"]
 
 
 @pytest.mark.parametrize("ending", [Kind.END, None])

@@ -111,6 +111,7 @@ def test_a_loss_that_runs_away_again_pauses_the_campaign(caplog: pytest.LogCaptu
     with caplog.at_level(logging.ERROR):
         simulate(main)
     assert "did not help: pausing" in caplog.text
+    assert "spes-p2p control ADDRESS --key KEY resume" in caplog.text
 
 
 @pytest.mark.long
@@ -142,6 +143,7 @@ def test_a_restarted_guard_knows_what_it_saw_and_what_did_not_help(caplog: pytes
         simulate(main)
     assert "rolling back to round 2" in caplog.text
     assert "did not help: pausing" in caplog.text
+    assert "spes-p2p control ADDRESS --key KEY resume" in caplog.text
 
 
 def says(monkeypatch: pytest.MonkeyPatch, liars: str, loss: float) -> None:

@@ -51,7 +51,7 @@ from spes_p2p.observe.rounds import KEPT_READ, Rounds
 from spes_p2p.observe.status import StatusBoard
 from spes_p2p.observe.swarm_status import gather, swarm_status
 from spes_p2p.observe.table import SwarmView, round_line
-from spes_p2p.observe.units import human_bytes, human_count, human_indices, human_seconds
+from spes_p2p.observe.units import human_bytes, human_bytes_up, human_count, human_indices, human_seconds
 from spes_p2p.peer.reporter import median_upload
 
 KEPT: tuple[Event, ...] = (
@@ -161,7 +161,7 @@ def test_whoever_is_killed_while_a_part_begins_loses_nothing(
     else:
         last.unlink()
     if moment == "half compressed":
-        last.with_name(f"{plain.name}.partial").write_bytes(packed[:20])
+        last.with_name(f"{plain.name}.gz.1.tmp").write_bytes(packed[:20])
     assert read_events(tmp_path) == EVENTS
     History("a", tmp_path).record(Evaluated(NUM_KEPT, 2.0))
     assert read_events(tmp_path) == [*EVENTS, Evaluated(NUM_KEPT, 2.0)]
@@ -696,6 +696,10 @@ def test_plot_without_a_round_or_a_folder_is_refused(tmp_path: Path) -> None:
         (human_count(math.nan), "-"),
         (human_bytes(1_234_567), "1.23 MB"),
         (human_bytes(999.9), "1.00 kB"),
+        (human_bytes_up(1_230_001), "1.24 MB"),
+        (human_bytes_up(1_230_000), "1.23 MB"),
+        (human_bytes_up(99_910_000), "100 MB"),
+        (human_bytes_up(999), "999 B"),
         (human_seconds(0.042), "0.04 s"),
         (human_seconds(59.97), "1m00s"),
         (human_seconds(3599.7), "1h00m"),

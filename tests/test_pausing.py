@@ -117,7 +117,7 @@ def test_a_link_in_the_run_dir_leads_to_no_other_file_of_the_user(tmp_path: Path
     other, run_dir = tmp_path / "other", tmp_path / "run"
     other.write_text("precious")
     run_dir.mkdir()
-    for name in ("own_state.json", "kept.partial"):
+    for name in ("own_state.json", f"kept.{os.getpid()}.tmp"):
         (run_dir / name).symlink_to(other)
     with pytest.raises(UserError, match=r"own_state.json: is no regular file; remove it"):
         StateFile(run_dir).write(OwnState("running", 0.0))

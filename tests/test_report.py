@@ -51,10 +51,12 @@ class Page(HTMLParser):
 
 
 def test_a_report_has_the_run_and_loads_nothing(tmp_path: Path) -> None:
-    records = [replace(record, control="paused" if record.round == 7 else "") for record in synthetic_swarm(3, 4, 12).records]
+    records = [replace(record, control="paused" if record.round == 7 else "")
+               for record in synthetic_swarm(3, 4, 12).records if record.round != 8]
+    back = Controlled(8, 2, "paused", "paused, rolled back to round 6")
     scores = TasksEvaluated(round=8, scores=(("arc_easy", "acc", 0.25, math.nan),))
     (tmp_path / "results.json").write_text(json.dumps(RESULTS))
-    folder = run_dir(tmp_path / "run", records, scores, replace(OWN, total_rounds=20), Controlled(13, 4, "stopped"))
+    folder = run_dir(tmp_path / "run", records, scores, back, replace(OWN, total_rounds=20), Controlled(13, 4, "stopped"))
     (folder / ADDRESS_FILE).write_text("/ip4/203.0.113.7/tcp/31337/p2p/Qm\n")
     page = Page(make_report(folder, [tmp_path / "results.json"]))
     held_out = [record for record in records if math.isfinite(record.validation_loss)]
@@ -68,7 +70,8 @@ def test_a_report_has_the_run_and_loads_nothing(tmp_path: Path) -> None:
     ):
         assert text in page.text, text
     assert "QmIdle" not in page.text
-    assert "resumed" in page.text
+    _, orders = page.text.split("Orders of the owner")
+    assert orders.startswith("from roundorder7paused8paused, rolled back to round 69resumedConfiguration")
     assert page.tags["svg"] == 5
     assert page.loaded == []
     assert "script" not in page.tags

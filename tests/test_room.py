@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import shutil
 from collections import deque
 from dataclasses import replace
@@ -24,7 +25,7 @@ from spes_p2p.campaign.planner import plan_peer
 from spes_p2p.campaign.room import DISPLAY_BYTES, HOST_RESERVED_BYTES, Device, choices, find_room, needed_bytes
 from spes_p2p.campaign.speed import costs_of, step_seconds
 from spes_p2p.config.campaign import Campaign, CampaignConfig, PeerConfig, load_campaign_config, make_peer_config
-from spes_p2p.config.quantities import parse_spare
+from spes_p2p.config.quantities import parse_bytes, parse_spare
 from spes_p2p.errors import UserError
 from spes_p2p.messages.samples import Interval
 from spes_p2p.model.build import initial_state, layout_of
@@ -149,9 +150,24 @@ def test_what_the_user_chose_stays_chosen_and_a_refusal_names_it() -> None:
 def test_a_card_that_is_too_small_is_told_which_would_do(name: str) -> None:
     with pytest.raises(UserError, match=r"nearest that fits: a cuda device with .* GB free; with .* GB it trains") as caught:
         find_room(recipe(name), card(8), "free memory (cuda)")
-    for number, words in enumerate(str(caught.value).split(" GB")[-3:-1]):
-        enough = round(float(words.rsplit(" ", 1)[-1]) * 1.01e9)
+    for number, enough in enumerate(advised(caught.value)):
         assert find_room(recipe(name), Device("cuda", enough), "x").setup.owned == number
+
+
+@pytest.mark.parametrize("asked", [{}, {"stored": "fp32"}])
+@pytest.mark.parametrize("length", range(22, 27))
+def test_the_memory_that_a_refusal_names_suffices(length: int, asked: dict[str, Any]) -> None:
+    config = tiny_campaign(training=tiny_training(sequence_length=length))
+    with pytest.raises(UserError) as caught:
+        find_room(config, Device("cpu", 2**18), "x", asked)
+    enough, for_an_expert = advised(caught.value)
+    assert find_room(config, Device("cpu", enough), "x", asked).setup.owned >= 0
+    assert find_room(config, Device("cpu", for_an_expert), "x", asked).setup.owned >= 1
+
+
+def advised(refusal: UserError) -> list[int]:
+    """Return the bytes with which a model fits and trains an expert, as a user would type them."""
+    return [parse_bytes(words.replace(" ", ""), "--memory") for words in re.findall(r"with ([0-9.]+ [kMG]B)", str(refusal))]
 
 
 def test_a_requested_number_of_experts_gets_the_setup_in_which_it_fits_and_a_doubt_is_told() -> None:
@@ -306,6 +322,8 @@ def test_a_trainer_is_refused_where_its_disk_would_be_full_in_a_round_but_not_fo
         require_disk(files, at, resources)
     at.run_dir.mkdir(parents=True)
     (at.run_dir / "base").write_bytes(b"\1" * 8192)
+    really_found = Path.rglob
+    monkeypatch.setattr(Path, "rglob", lambda folder, pattern: [folder / "gone.tmp", *really_found(folder, pattern)])
     require_disk(files, at, resources)
 
 

@@ -7,6 +7,7 @@ import contextlib
 import itertools
 import json
 import random
+import re
 import subprocess
 import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -385,6 +386,13 @@ def test_a_scenario_file_says_who_gets_which_fault_and_link(tmp_path: Path) -> N
     stop, join = scenario.faults
     assert (stop.kind, stop.peers, stop.reached_by, stop.at, stop.seconds) == ("stop", ("peer-2",), "peer-2", "push", 20)
     assert (join.kind, join.peers, join.reached_by) == ("join", ("late",), None)
+
+
+def test_the_rounds_of_a_run_are_those_with_faults_and_quiet_ones_follow() -> None:
+    ended = call("simulate", "--virtual", "--peers", "2", "--rounds", "2", "--fault-rate", "0", "--jobs", "1")
+    found = re.match(r"(\d+) rounds, with the quiet ones at the end, committed by 2 peers in 1 run, ", ended.stdout)
+    assert found is not None
+    assert int(found[1]) > 2
 
 
 @pytest.mark.slow

@@ -454,3 +454,23 @@ def test_a_whole_file_replaces_no_device_and_leaves_nothing_of_a_failure(
     assert failed.value.filename == str(page)
     assert sorted(tmp_path.iterdir()) == [page, pipe]
     assert page.read_bytes() == b"old"
+
+
+def test_two_processes_write_one_file_at_a_time_and_a_store_clears_what_a_dead_one_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page, really_sync = tmp_path / "page", os.fsync
+
+    def other_process_writes(descriptor: int) -> None:
+        monkeypatch.setattr(os, "fsync", really_sync)
+        monkeypatch.setattr(os, "getpid", lambda: 1)
+        DirectoryStore(tmp_path)
+        write_whole(page, b"other")
+        assert page.read_bytes() == b"other"
+
+    monkeypatch.setattr(os, "fsync", other_process_writes)
+    write_whole(page, b"own")
+    assert page.read_bytes() == b"own"
+    (tmp_path / "page.2.tmp").write_bytes(b"half")
+    DirectoryStore(tmp_path)
+    assert list(tmp_path.iterdir()) == [page]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import binascii
-import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ from spes_p2p.config.addresses import is_peer_id
 from spes_p2p.errors import UserError
 from spes_p2p.messages.admission import Invitation, Role
 from spes_p2p.messages.codec import WireError, pack, unpack
+from spes_p2p.storage.files import write_whole
 
 PREFIX = "spes-invitation-"
 FILE = "invitation"
@@ -89,13 +89,7 @@ def read_option(given: str) -> Invitation:
 
 def keep(invitation: Invitation, run_dir: Path) -> None:
     """Write the invitation to the run-dir, readable only by its user: whoever holds a bearer invitation may use it."""
-    partial = run_dir / f"{FILE}.partial"
-    partial.unlink(missing_ok=True)
-    with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-        file.write(to_text(invitation) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(run_dir / FILE)
+    write_whole(run_dir / FILE, f"{to_text(invitation)}\n".encode(), 0o600)
 
 
 def kept(run_dir: Path) -> Invitation | None:

@@ -7,6 +7,7 @@ equal: then what moves least comes first. Memory is computed by `model/memory.py
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import product
@@ -19,7 +20,7 @@ from spes_p2p.config.quantities import Spare
 from spes_p2p.errors import UserError
 from spes_p2p.model.memory import DeviceBytes, DeviceKind, Setup, device_bytes, shared_elements
 from spes_p2p.model.sizes import sizes_of
-from spes_p2p.observe.units import counted, human_bytes, human_count
+from spes_p2p.observe.units import counted, human_bytes, human_bytes_up, human_count
 
 RESERVED_BYTES = 2**29
 RESERVED_SHARE = 0.05
@@ -185,7 +186,7 @@ def _refusal(config: CampaignConfig, device: Device, memory_name: str, asked: As
         "kept free": device.reserved,
     }
     listed = ", ".join(f"{what} {human_bytes(size)}" for what, size in parts.items() if size)
-    needed = human_bytes(needed_bytes(config, device, least))
+    needed = human_bytes_up(needed_bytes(config, device, least))
     what = "even the shared weights" if owned == 0 else counted(owned, "expert")
     return (f"{memory_name} = {human_bytes(device.memory)}: too small for {what} of {config.name}, which take {needed} "
             f"({listed}); nearest that fits: {nearest(config, device, asked, owned)}")
@@ -207,13 +208,12 @@ def nearest(config: CampaignConfig, device: Device, asked: Asked, owned: int) ->
         number = _most(config, changed, kept)
         if number >= owned:
             return f"{words} ({counted(number, 'expert')})"
-    anything = replace(device, has_adamw8bit=True, host_memory=None)
-    larger = f"a {device.kind} device with {human_bytes(_least_memory(config, anything, owned))} free"
+    larger = f"a {device.kind} device with {human_bytes_up(_least_memory(config, device, asked, owned))} free"
     if device.ranks > 1:
         larger += f" in place of each of the {device.ranks}: weights are not divided among devices"
     if owned > 0:
         return larger
-    return f"{larger}; with {human_bytes(_least_memory(config, anything, 1))} it trains an expert"
+    return f"{larger}; with {human_bytes_up(_least_memory(config, device, asked, 1))} it trains an expert"
 
 
 def _most(config: CampaignConfig, device: Device, asked: Asked) -> int:
@@ -224,8 +224,8 @@ def _most(config: CampaignConfig, device: Device, asked: Asked) -> int:
     return -1
 
 
-def _least_memory(config: CampaignConfig, device: Device, owned: int) -> int:
+def _least_memory(config: CampaignConfig, device: Device, asked: Asked, owned: int) -> int:
     """Return the smallest free memory for this many experts; the reserve is a share of the memory that is looked for."""
     empty = replace(device, memory=0)
-    fixed = needed_bytes(config, empty, smallest(config, empty, owned, {}))
-    return round(fixed / (1 - (RESERVED_SHARE if device.kind == "cuda" else 0.1)))
+    fixed = needed_bytes(config, empty, smallest(config, empty, owned, asked))
+    return math.ceil(fixed / (1 - (RESERVED_SHARE if device.kind == "cuda" else 0.1)))

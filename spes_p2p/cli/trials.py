@@ -45,7 +45,7 @@ def simulate(
     seeds: Annotated[int, typer.Option(help="Number of runs, each with its own seed (--virtual).")] = 1,
     seed: Annotated[int, typer.Option(help="First seed; runs with equal seeds are identical.")] = 0,
     peers: Annotated[int | None, typer.Option(help="Number of trainers at the start.")] = None,
-    rounds: Annotated[int | None, typer.Option(help="Rounds per run.")] = None,
+    rounds: Annotated[int | None, typer.Option(help="Rounds per run with faults; a few quiet ones follow.")] = None,
     fault_rate: Annotated[float | None, typer.Option(help="Probability of a random fault per round, 0 to 1.")] = None,
     faults: Annotated[str | None, typer.Option(help="Kinds of random faults, comma-separated. Default: all.")] = None,
     points: Annotated[str | None, typer.Option(help="Points where random faults occur, comma-separated. Default: all.")] = None,

@@ -77,7 +77,7 @@ def _electors(swarm: SwarmStatus) -> Alert | None:
     text = f"no answer from {missing} of {counted(total, 'elector')} ({', '.join(map(short_peer, swarm.electors_missing))})"
     if swarm.majority_missing:
         return Alert("electors_missing", "critical", f"{text}; rounds wait until a majority is back or the swarm reforms")
-    return Alert("electors_missing", "warning", f"{text}; without one more, no round is decided")
+    return Alert("electors_missing", "warning", f"{text}; if one more is missing, no round is decided")
 
 
 def _stall(swarm: SwarmStatus, records: Sequence[RoundRecord], now: float) -> Alert | None:

@@ -26,6 +26,7 @@ from spes_p2p.content.fetcher import VISITORS_PATIENCE_S, Fetcher
 from spes_p2p.errors import PeerUnreachable, UserError
 from spes_p2p.messages.consensus import Commit
 from spes_p2p.messages.presence import RoundRecord
+from spes_p2p.observe.events import Event
 from spes_p2p.observe.history import read_rounds
 from spes_p2p.observe.rounds import Rounds
 from spes_p2p.rounds.outer import base_size
@@ -69,8 +70,9 @@ def from_run_dir(run_dir: Path, round_number: int | None = None) -> Exportable:
     files, base = load_run_dir_base(run_dir, round_number)
     if base.round < 0 and files.campaign.config.start is None:
         raise UserError(f"{run_dir}: holds only the untrained base 0; wait for a round, or give another --run-dir")
-    records = read_rounds(run_dir).records
-    return Exportable(files, base.values, origin_of(files.campaign, base.round, base.digest, records))
+    seen = list[Event | RoundRecord]()
+    records = read_rounds(run_dir, on_entry=seen.append).records
+    return Exportable(files, base.values, origin_of(files.campaign, base.round, base.digest, records, journal=seen))
 
 
 async def from_swarm(

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from spes_p2p import __version__
 from spes_p2p.config.campaign import Campaign, CampaignConfig
 from spes_p2p.messages.presence import Contribution, PeerStatus, RoundRecord
+from spes_p2p.observe.events import Controlled, Event
 from spes_p2p.observe.json_values import to_json
 from spes_p2p.observe.rounds import Totals, totals_of
 from spes_p2p.observe.units import human_count
@@ -40,15 +41,21 @@ class Origin:
 
 
 def origin_of(
-    campaign: Campaign, round_number: int, digest: str, records: Iterable[RoundRecord], living: Iterable[PeerStatus] = ()
+    campaign: Campaign, round_number: int, digest: str, records: Iterable[RoundRecord], living: Iterable[PeerStatus] = (),
+    journal: Iterable[Event | RoundRecord] = (),
 ) -> Origin:
-    """Return the origin of this round's base. `records`: by round. `living`: peers, whose own names count first."""
+    """Return the origin of this round's base. `records`: by round. `living`: peers, whose own names count first.
+
+    `journal`: what a peer wrote down of the orders. A rollback is a round without training, which has no record.
+    """
     past = [record for record in records if record.round <= round_number]
+    told = {each.round: each.order for each in journal if isinstance(each, Controlled) and each.round <= round_number}
+    told |= {record.round: record.control for record in past}
     held_out = [(record.round, record.validation_loss) for record in past if math.isfinite(record.validation_loss)]
     orders: list[tuple[int, str]] = []
-    for record in past:
-        if record.control != (orders[-1][1] if orders else ""):
-            orders.append((record.round, record.control))
+    for number, order in sorted(told.items()):
+        if order != (orders[-1][1] if orders else ""):
+            orders.append((number, order))
     last = past[-1] if past and past[-1].round == round_number else None
     totals, newest = totals_of(past).named_by(living), held_out[-1] if held_out else None
     return Origin(campaign, round_number, digest, last, newest, totals, tuple(orders))

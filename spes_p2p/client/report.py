@@ -46,7 +46,7 @@ def make_report(run_dir: Path, evaluations: Iterable[Path] = ()) -> str:
         raise UserError(f"{run_dir}: no round with training yet; wait for one")
     from spes_p2p.client.report_plots import plots  # takes seconds
 
-    origin = origin_of(known[0].campaign, records[-1].round, records[-1].base_digest, records)
+    origin = origin_of(known[0].campaign, records[-1].round, records[-1].base_digest, records, journal=seen)
     measured = [event for event in seen if isinstance(event, TasksEvaluated)]
     sections = [
         ("Figures", _table((), _figures(origin, records, _course(seen, origin)))),

@@ -124,8 +124,8 @@ def _check_that_others_suffice(model: ModelSection, experts: Sequence[int]) -> N
 
     top_k = shape_of(model).top_k
     if model.moe_num_experts - len(experts) < top_k:
-        raise UserError(f"this trainer owns {len(experts)} of {model.moe_num_experts} experts: without them a token "
-                        f"does not find the {top_k} that it is sent to, so their worth cannot be measured")
+        raise UserError(f"the worth of {len(experts)} of {model.moe_num_experts} experts cannot be measured: too few would "
+                        f"remain, since each token needs {top_k}")
 
 
 def _kept(path: Path) -> Worth | None:

@@ -144,7 +144,8 @@ def _load_or_create(path: Path) -> rsa.RSAPrivateKey:
     except Exception:
         key = None
     if not isinstance(key, rsa.RSAPrivateKey):
-        raise UserError(f"{path}: not an identity file (an RSA key as hivemind writes it); delete it to get a new identity")
+        raise UserError(f"{path}: not an identity file (an RSA key as hivemind writes it); restore your copy, or delete it to "
+                        "get a new identity")
     return key
 
 

@@ -439,7 +439,7 @@ class RpcEndpoint:
         except (PeerUnreachable, asyncio.TimeoutError) as error:
             logger.debug("%s from %s: %s", method, channel.remote[-6:], error)
         except UserError as error:
-            logger.error("%s from %s: %s", method, channel.remote[-6:], error)
+            logger.error("%s", error)
         except Exception:
             logger.exception("%s from %s failed", method, channel.remote[-6:])
         finally:

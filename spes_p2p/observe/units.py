@@ -46,6 +46,12 @@ def human_bytes(size: float) -> str:
     return f"{size:.0f} B"
 
 
+def human_bytes_up(size: int) -> str:
+    """1234567 -> '1.24 MB': as `human_bytes`, but never less than the size, for what has to suffice."""
+    step = 10 ** max(0, len(str(size)) - 3)
+    return human_bytes(-(-size // step) * step)
+
+
 def human_seconds(seconds: float) -> str:
     """0.42 -> '0.42 s', 75 -> '1m15s', 7500 -> '2h05m', 200000 -> '2d07h'; NaN -> '-'."""
     if not math.isfinite(seconds):

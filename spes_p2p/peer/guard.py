@@ -87,7 +87,7 @@ class Guard:
             why = "no base of then is archived" if target < 0 else f"a rollback to round {target} did not help"
             logger.error(
                 "%s; %s: pausing the campaign; look for peers in 'clipped' warnings and ban them, or reduce the learning rate; "
-                "continue with spes-p2p control ADDRESS resume", found, why,
+                "continue with spes-p2p control ADDRESS --key KEY resume, with the key of this peer", found, why,
             )
             order = pause(view)
         else:

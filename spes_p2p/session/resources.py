@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 import shutil
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -113,8 +115,16 @@ def disk_space(files: CampaignFiles, settings: PeerConfig, resources: Resources)
     text = 2 * sum(file.num_bytes for file in files.training_manifest.files) // max(2, config.sync.min_peers)
     needed = disk_bytes(config, resources.choice, resources.arrays_in_memory).total + min(text, settings.token_cache_bytes)
     existing = next(folder for folder in (run_dir, *run_dir.parents) if folder.exists())
-    own = sum(512 * path.lstat().st_blocks for path in run_dir.rglob("*"))
-    return needed, shutil.disk_usage(existing).free + own
+    return needed, shutil.disk_usage(existing).free + _bytes_in(run_dir)
+
+
+def _bytes_in(folder: Path) -> int:
+    """Return what the files take on the disk; other processes may write there meanwhile."""
+    found = 0
+    for path in folder.rglob("*"):
+        with suppress(FileNotFoundError):
+            found += 512 * path.lstat().st_blocks
+    return found
 
 
 def require_disk(files: CampaignFiles, settings: PeerConfig, resources: Resources) -> None:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+from contextlib import suppress
 from pathlib import Path
 
 from spes_p2p.errors import UserError
+
+TEMPORARY = ".tmp"
+"""Suffix of files that are being written. A `DirectoryStore` of the folder deletes those that no process has in use."""
 
 
 def require_writable(folder: Path) -> None:
@@ -27,22 +32,30 @@ def require_place(file: Path, option: str) -> None:
     require_writable(file.parent)
 
 
-def write_whole(path: Path, content: bytes) -> None:
-    """Write a file atomically and durably: to a temporary name, fsync, rename.
+def mark_in_use(descriptor: int) -> None:
+    """Mark the file as in use while the descriptor or a copy of it is open."""
+    with suppress(OSError):
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+
+
+def write_whole(path: Path, content: bytes, mode: int = 0o666) -> None:
+    """Write a file atomically and durably: to a temporary name of this process, fsync, rename. `mode` is subject to the umask.
 
     Raises UserError where there is something other than a file. An OSError names the file, and nothing is left of it.
     """
     if path.exists() and not path.is_file():
         raise UserError(f"{path}: is no regular file; name a file")
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f"{path.name}.partial")
-    partial.unlink(missing_ok=True)
+    temporary = path.with_name(f"{path.name}.{os.getpid()}{TEMPORARY}")
+    temporary.unlink(missing_ok=True)
     try:
-        with partial.open("xb") as file:  # never through a link that somebody put there
+        # "x": never through a link that somebody put there
+        with open(temporary, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
+            mark_in_use(file.fileno())
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-        partial.replace(path)
+        temporary.replace(path)
     except OSError as error:
-        partial.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise OSError(error.errno, error.strerror, str(path)) from None

@@ -27,11 +27,11 @@ from pathlib import Path
 import numpy as np
 
 from spes_p2p.errors import UserError
+from spes_p2p.storage.files import TEMPORARY, mark_in_use
 
 logger = logging.getLogger(__name__)
 
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]*(/[A-Za-z0-9_-][A-Za-z0-9_.-]*)*")
-_TEMPORARY = ".tmp"
 _HEADER = struct.Struct("<II")
 KEPT_SPARES = {"update": 1, "download": 0, "archived": 0, "temporary": 0}
 """Bounds the spare files and mappings, by kind: one update is written at a time; the others are not written every round."""
@@ -47,7 +47,7 @@ class DirectoryStore:
     def __init__(self, path: Path):
         self.path = path
         path.mkdir(parents=True, exist_ok=True)
-        for leftover in path.rglob(f"*{_TEMPORARY}"):
+        for leftover in path.rglob(f"*{TEMPORARY}"):
             _remove_unless_locked(leftover)
         self._log_sizes: dict[str, int] = {}
         self._draft_numbers = itertools.count()
@@ -73,7 +73,7 @@ class DirectoryStore:
         target = self._file(name)
         with _user_error_at(target):
             self._make_directory(target.parent)
-            temporary = target.with_name(f"{target.name}.{next(self._draft_numbers)}{_TEMPORARY}")
+            temporary = target.with_name(f"{target.name}.{next(self._draft_numbers)}{TEMPORARY}")
             self._reuse_spare(_kind(name), temporary)
             return FileDraft(target, temporary, lambda change: self._with_spare(_kind(name), target, change))
 
@@ -133,7 +133,7 @@ class DirectoryStore:
 
     def names(self, prefix: str) -> list[str]:
         """Return the names of top-level blobs and logs with this prefix, sorted."""
-        found = (path.name for path in self.path.iterdir() if path.is_file() and not path.name.endswith(_TEMPORARY))
+        found = (path.name for path in self.path.iterdir() if path.is_file() and not path.name.endswith(TEMPORARY))
         return sorted(name for name in found if name.startswith(prefix))
 
     def scratch(self, name: str, elements: int) -> np.ndarray:
@@ -162,7 +162,7 @@ class DirectoryStore:
 
     def _with_spare(self, kind: str, old: Path, change: Callable[[], None]) -> None:
         """Run `change`, which replaces or removes a file, and keep the old file as a spare."""
-        spare = self.path / f"spare.{next(self._draft_numbers)}{_TEMPORARY}"
+        spare = self.path / f"spare.{next(self._draft_numbers)}{TEMPORARY}"
         is_kept = False
         with suppress(OSError):
             if _kept_spares(kind) and old.stat().st_size >= SMALLEST_SPARE_BYTES:
@@ -222,7 +222,7 @@ class FileDraft:
         self._is_published = False
         self._size, self._size_lock = 0, threading.Lock()
         self._descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT, 0o644)
-        _lock(self._descriptor)
+        mark_in_use(self._descriptor)
         self._end = weakref.finalize(self, _discard, self._descriptor, temporary)
 
     def write(self, offset: int, data: bytes | memoryview) -> None:
@@ -278,14 +278,8 @@ def parse_records(content: bytes) -> list[bytes]:
 
 def _mapped(descriptor: int) -> memoryview:
     """Map the whole file read-only. The mapping duplicates the descriptor, so it holds the lock as long as it lives."""
-    _lock(descriptor)
+    mark_in_use(descriptor)
     return memoryview(mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ))
-
-
-def _lock(descriptor: int) -> None:
-    """Mark the file as in use while the descriptor or a copy of it is open."""
-    with suppress(OSError):
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
 
 
 def _remove_unless_locked(leftover: Path) -> None:
@@ -334,7 +328,7 @@ def _kept_spares(kind: str) -> int:
 
 def check_name(name: str) -> None:
     """Check a name of a blob or log. Raises ValueError."""
-    if not _NAME.fullmatch(name) or name.endswith(_TEMPORARY):
+    if not _NAME.fullmatch(name) or name.endswith(TEMPORARY):
         raise ValueError(f"not a name for a blob: {name!r}")
 
 

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from spes_p2p.messages.consensus import Commit
+from spes_p2p.observe.units import counted
 from spes_p2p.testing.attacks.kinds import AttackKind
 from spes_p2p.testing.simulate.audit import Figures, Violation
 
@@ -173,8 +174,8 @@ def lines(found: dict[str, Any]) -> list[str]:
     """Return the summary in lines for a person."""
     faults = ", ".join(f"{count} {kind}" for kind, count in found["faults"].items()) or "none"
     shown = [
-        f"{found['rounds_committed']} rounds committed by {found['peers']} peers in {found['seeds']} runs, "
-        f"{found['rounds_retried']} of them retried ({found['seconds']:.0f} s)",
+        f"{found['rounds_committed']} rounds, with the quiet ones at the end, committed by {found['peers']} peers in "
+        f"{counted(found['seeds'], 'run')}, {found['rounds_retried']} of them retried ({found['seconds']:.0f} s)",
         f"faults: {faults}",
         f"digest mismatches {found['digest_mismatches']}, orphan processes {found['orphan_processes']}, "
         f"tokens lost {found['work_lost_tokens']} of {found['tokens_trained']} trained",
