@@ -183,7 +183,7 @@ async def run_join(
                     return
                 tries = 0
             except NobodyAnswers as error:
-                if read_genesis(settings.run_dir) is None:
+                if not (settings.run_dir / CAMPAIGN_FILE).exists():
                     raise
                 if tries % WARN_EVERY_TRIES == 0:
                     logger.warning("%s; retrying until a peer answers", error.problem)
