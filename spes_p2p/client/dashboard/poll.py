@@ -134,9 +134,7 @@ class SwarmHistory:
         return records
 
 
-async def watch(
-    addresses: Sequence[str], published: Published, spare: Callable[[], Sequence[str]] = tuple
-) -> None:
+async def watch(addresses: Sequence[str], published: Published, spare: Callable[[], Sequence[str]] = tuple) -> None:
     """Poll the swarm until cancelled. `spare` returns addresses for when nobody listens at the others."""
     tries = 0
     history = SwarmHistory()
@@ -195,9 +193,7 @@ def _publish(
     published.set_state("live", "")
 
 
-async def address_to_join(
-    swarm: SwarmConnection, addresses: Sequence[str], answering: Collection[str]
-) -> tuple[str, bool]:
+async def address_to_join(swarm: SwarmConnection, addresses: Sequence[str], answering: Collection[str]) -> tuple[str, bool]:
     """Return the announced address of one of the owner's helpers, or a given address, and whether that peer is `answering`.
 
     People copy it into a shell: nothing but a peer's address is in it, and the address is of that peer.
