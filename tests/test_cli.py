@@ -701,7 +701,7 @@ def test_a_damaged_run_dir_is_refused(swarm_place: Place, running: LocalPeers) -
     assert_refused(swarm_place.folder, ["export", "--run-dir", str(run_dir), "--output", str(output)], "contains no base yet")
     (run_dir / "genesis").unlink()
     arguments = ["export", "--run-dir", str(run_dir), "--output", str(output)]
-    assert_refused(swarm_place.folder, arguments, "genesis: missing; copy it from another peer")
+    assert_refused(swarm_place.folder, arguments, "genesis: missing; copy it from another peer's run-dir, or join")
 
 
 @pytest.mark.network

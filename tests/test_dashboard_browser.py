@@ -195,6 +195,11 @@ def test_the_page_follows_without_reloading_and_says_when_nobody_answers() -> No
         show(live, synthetic_swarm(4, 8, 22))
         await page.wait_for_selector("#banner", state="hidden")
         assert await page.evaluate("window.loadedOnce")
+        assert not await page.is_visible("#note")
+        live.note = "no bootstrap peer answers at this address now"
+        live.publish()
+        await page.wait_for_selector("#note:not([hidden])")
+        assert await page.text_content("#note") == live.note
 
     look_at(synthetic_swarm(3, 8, 20), look)
 

@@ -20,7 +20,7 @@ from synthetic_swarm import synthetic_swarm
 
 from spes_p2p.client.dashboard.own import OwnTrainer, require_loopback
 from spes_p2p.client.dashboard.poll import Published
-from spes_p2p.client.dashboard.server import serving
+from spes_p2p.client.dashboard.server import run_dashboard, serving
 from spes_p2p.config.addresses import EXAMPLE_ADDRESS
 from spes_p2p.errors import UserError
 from spes_p2p.net.identity import RSAIdentity
@@ -138,6 +138,26 @@ def test_another_name_for_this_machine_reads_nothing(trainer: Path) -> None:
                 assert answer.status == 403
 
     with_page(trainer, look)
+
+
+def test_the_page_looks_for_the_swarm_at_ones_own_trainer_when_nobody_answers_elsewhere(tmp_path: Path) -> None:
+    folder, state = run_dir(tmp_path / "peer", synthetic_swarm(2, 4, 3).records), StateFile(tmp_path / "peer")
+    peer, reached = RSAIdentity(folder / "identity.key").peer_id, asyncio.Event()
+
+    def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        reached.set()
+        writer.close()
+
+    async def run() -> None:
+        async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+            port = server.sockets[0].getsockname()[1]
+            state.write(OwnState("running", 0.0, spare_addresses=(f"/ip4/127.0.0.1/tcp/{port}/p2p/{peer}",)))
+            nobody = f"/ip4/127.0.0.1/tcp/9/p2p/{peer}"
+            async with beside(run_dashboard([nobody], "127.0.0.1", 0, lambda url: None, own=OwnTrainer(folder))):
+                await asyncio.wait_for(reached.wait(), 30)
+
+    asyncio.run(run())
+    state.close()
 
 
 def test_a_dashboard_without_an_own_trainer_takes_no_orders() -> None:

@@ -16,6 +16,7 @@ from synthetic_swarm import synthetic_swarm
 
 from spes_p2p.client.dashboard.directory import directory_app, directory_page, run_directory
 from spes_p2p.client.dashboard.listed import Listed, seen
+from spes_p2p.client.dashboard.poll import NO_ANSWER_THERE
 from spes_p2p.client.dashboard.server import listening
 from spes_p2p.observe.json_values import to_json
 
@@ -41,6 +42,9 @@ class Texts(HTMLParser):
 
 def test_a_campaign_is_listed_with_its_state_and_the_command_to_join() -> None:
     text = Texts(directory_page([LIVE], 0.0)).text
+    assert "no bootstrap peer answers" not in text
+    noted = replace(LIVE, seen=seen(synthetic_swarm(3, 8, 20).statuses, NOBODY, NO_ANSWER_THERE))
+    assert NO_ANSWER_THERE in Texts(directory_page([noted], 0.0)).text
     figures = ("20", "of 400", "9.83M", "3", "1 helper", "2h13m left")
     for each in ("1 campaign, 1 live", "fable-1b", *figures, f"spes-p2p join {NOBODY}"):
         assert f"{each}\n" in text

@@ -277,6 +277,10 @@ def test_board_follows_the_events() -> None:
     assert "train" not in board.status.round_seconds
 
 
+def test_a_paused_trainer_has_no_speed() -> None:
+    assert status_after(TrainingProgress(1, 3, 10, 1234.0), StateEntered("paused")).tokens_per_second == 0.0
+
+
 def test_base_of_a_round_without_me_tells_nothing_of_that_round() -> None:
     jumped = status_after(commit(3), BaseRestored(6, 60, 100, 6000, "digest6", "download", OWNERS))
     assert (jumped.round, jumped.members, jumped.round_tokens, math.isnan(jumped.loss)) == (6, (), 0, True)

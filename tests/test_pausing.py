@@ -97,6 +97,9 @@ def test_a_trainer_that_is_paused_leaves_and_trains_again_after_resume(campaign:
         assert re.search(r"^[\d:]{8} joined campaign test", sleeper.log, re.MULTILINE)
         bootstrap = swarm["bootstrap"]
         assert swarm.terminate("bootstrap") == 0
+        seen = call("status", str(swarm["peer-0"].run_dir), "--json")
+        assert seen.code == 0, seen.stderr
+        assert swarm["peer-2"].peer_id in [peer["peer_id"] for peer in json.loads(seen.stdout)["peers"]]
         assert f"left · to continue, start it again with --run-dir {bootstrap.run_dir}" in bootstrap.log
 
 
@@ -211,6 +214,47 @@ def test_a_trainer_that_pauses_does_not_train(tmp_path: Path) -> None:
         return said
 
     assert asyncio.run(run()) == [("running", "", True), ("pausing", "user", False)]
+
+
+def test_a_trainer_in_the_swarm_says_where_else_the_swarm_is_found(tmp_path: Path) -> None:
+    async def run() -> list[tuple[str, ...]]:
+        pauses, said = Pauses(make_peer_config(run_dir=tmp_path), ()), []
+        with contextlib.closing(pauses):
+            for _ in range(2):
+                assert await pauses.over()
+                pauses.prepares("getting the newest base")
+                own = read_own_state(tmp_path)
+                assert own is not None
+                said.append(own.spare_addresses)
+                pauses.spare_addresses = lambda: (EXAMPLE_ADDRESS,)
+                pauses.prepares("getting the newest base")
+                own = read_own_state(tmp_path)
+                assert own is not None
+                said.append(own.spare_addresses)
+        return said
+
+    assert asyncio.run(run()) == [(), (EXAMPLE_ADDRESS,)] * 2
+
+
+def test_after_the_campaign_nobody_is_told_to_start_the_trainer_again(tmp_path: Path) -> None:
+    pauses = Pauses(make_peer_config(run_dir=tmp_path), (EXAMPLE_ADDRESS,))
+    with contextlib.closing(pauses):
+        pauses.begin()
+        pauses.campaign_ended()
+        assert pauses.ending.is_made
+    ended = call("status", str(tmp_path))
+    export = f"export the model with spes-p2p export --run-dir {tmp_path} --output checkpoint"
+    assert (ended.code, ended.stdout) == (2, "")
+    assert ended.stderr == (f"error: {tmp_path}: the campaign is over, and the trainer with this run-dir has ended; {export}, "
+                            "or give the address of a peer\n")
+
+
+def test_the_run_dir_of_a_bootstrap_peer_stands_for_its_address(tmp_path: Path) -> None:
+    nobody = f"/ip4/127.0.0.1/tcp/9{EXAMPLE_ADDRESS[EXAMPLE_ADDRESS.index('/p2p/'):]}"
+    (tmp_path / "address").write_text(nobody + "\n")
+    assert f"no peer answers at {nobody};" in call("status", str(tmp_path)).stderr
+    (tmp_path / "address").write_text("\x1b[31m\n")
+    assert "is not the address of a peer" in call("status", str(tmp_path)).stderr
 
 
 def test_a_trainer_says_what_it_waits_for_until_it_trains(tmp_path: Path) -> None:

@@ -13,8 +13,10 @@ import pytest
 
 from spes_p2p.campaign.files import CampaignFiles, keep_campaign, read_run_dir, sha256
 from spes_p2p.errors import UserError
+from spes_p2p.messages.codec import pack
+from spes_p2p.messages.consensus import Ballot, CertifiedCommit
 from spes_p2p.observe.events import BaseRestored
-from spes_p2p.storage.store import DirectoryStore
+from spes_p2p.storage.store import DirectoryStore, frame_record
 from spes_p2p.testing.memory_store import MemoryStore
 from spes_p2p.testing.simulate.swarm import VirtualSwarm, campaign, simulate
 
@@ -228,6 +230,27 @@ def test_a_harmed_file_of_the_campaign_is_named_and_restored_by_the_campaign_tha
     else:
         keep_campaign(files, genesis, tmp_path)
         assert read_run_dir(tmp_path) == whole
+
+
+@pytest.mark.parametrize("harm", ["cut in the middle", "deleted"])
+def test_a_genesis_commit_is_restored_where_the_first_commit_follows_from_it(tmp_path: Path, harm: str) -> None:
+    known = campaign().model_copy(update={f"{file}_sha256": sha256(content) for file, content in NAMED.items()})
+    genesis = VirtualSwarm(known).genesis
+    files = CampaignFiles(known, **NAMED, folders=())
+    keep_campaign(files, genesis, tmp_path)
+    whole = read_run_dir(tmp_path)
+    (tmp_path / "genesis").unlink()
+    if harm in HARMS:
+        (tmp_path / "genesis").write_bytes(HARMS[harm](frame_record(pack(genesis))))
+    for parent, is_proven in ((replace(genesis, step=1), False), (genesis, True)):
+        first = CertifiedCommit(replace(genesis, round=0, parent=parent.id), Ballot(1, ""), ())
+        (tmp_path / "commits.log").write_bytes(frame_record(pack(first)))
+        if is_proven:
+            keep_campaign(files, genesis, tmp_path)
+            assert read_run_dir(tmp_path) == whole
+        else:
+            with pytest.raises(UserError, match="copy it from another peer's run-dir, or join with another --run-dir"):
+                keep_campaign(files, genesis, tmp_path)
 
 
 @pytest.mark.parametrize("name", CAMPAIGN_FILES)

@@ -67,8 +67,21 @@ def test_the_join_line_is_of_the_owners_helpers_and_of_nobody_else(peer: str, ad
         return {peer: Contact("c", PROTOCOL_VERSION, "helper", 0, "", (address,))}
 
     swarm = cast(SwarmConnection, SimpleNamespace(contacts=contacts, genesis=SimpleNamespace(helpers=(PEER,))))
-    found = asyncio.run(address_to_join(swarm, [EXAMPLE_ADDRESS]))
-    assert found == (address if is_taken else EXAMPLE_ADDRESS)
+    given = EXAMPLE_ADDRESS, f"{HOST}/p2p/{OTHER}"
+    found = asyncio.run(address_to_join(swarm, given, {peer, PEER}))
+    assert found == (address if is_taken else EXAMPLE_ADDRESS, True)
+
+
+def test_the_join_line_has_an_address_that_answers_or_says_that_it_does_not() -> None:
+    announced = f"/ip4/198.51.100.1/tcp/1/p2p/{PEER}"
+
+    async def contacts() -> dict[str, Contact]:
+        return {PEER: Contact("c", PROTOCOL_VERSION, "helper", 0, "", (announced,))}
+
+    swarm = cast(SwarmConnection, SimpleNamespace(contacts=contacts, genesis=SimpleNamespace(helpers=(PEER,))))
+    given = f"{HOST}/p2p/{PEER}", f"{HOST}/p2p/{OTHER}"
+    for answering, expected in (({PEER, OTHER}, (announced, True)), ({OTHER}, (given[1], True)), (set(), (given[0], False))):
+        assert asyncio.run(address_to_join(swarm, given, answering)) == expected
 
 
 def test_a_contact_has_no_control_characters() -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from spes_p2p.campaign.record import agreed_record
 from spes_p2p.config.campaign import Campaign, CampaignConfig, load_campaign_config, parse_campaign
+from spes_p2p.consensus.output import LOG
 from spes_p2p.content.fetcher import Fetcher
 from spes_p2p.content.files import fetch_file
 from spes_p2p.data.manifest import Manifest, TokenFile, check_vocabulary, read_manifest
@@ -19,7 +20,7 @@ from spes_p2p.data.mix import WeightedManifest, mixed_manifest
 from spes_p2p.data.tokenizers import check_tokenizer
 from spes_p2p.errors import Damaged, PeerUnreachable, UserError
 from spes_p2p.messages.codec import pack, unpack
-from spes_p2p.messages.consensus import Commit
+from spes_p2p.messages.consensus import CertifiedCommit, Commit
 from spes_p2p.net.contacts import find_contacts
 from spes_p2p.net.interfaces import Registry
 from spes_p2p.net.rpc import RpcEndpoint
@@ -33,6 +34,7 @@ MANIFEST_FILE, VALIDATION_FILE = "manifest.json", "validation_manifest.json"
 GENESIS_FILE = "genesis"
 MAX_MANIFEST_BYTES, MAX_TOKENIZER_BYTES = 2**25, 2**26
 """Bounds a campaign's files before they are parsed: 80,000 token files; twice the largest tokenizer in use."""
+WITHOUT_GENESIS = "copy it from another peer's run-dir, or join with another --run-dir"
 RESTORE = "join again with this run-dir to restore it, or copy it from another peer's"
 
 
@@ -161,7 +163,7 @@ def check_run_dir(files: CampaignFiles, genesis: Commit, run_dir: Path) -> bool:
     try:
         known = read_run_dir(run_dir)
     except UserError:
-        if genesis.campaign != files.campaign.hash or read_genesis(run_dir) != genesis:
+        if genesis.campaign != files.campaign.hash or not _begins_with(genesis, run_dir):
             raise
         return False
     if known is None:
@@ -223,6 +225,17 @@ def read_run_dir(run_dir: Path) -> tuple[CampaignFiles, Commit] | None:
     return CampaignFiles(campaign, manifest, validation, tokenizer, ()), genesis
 
 
+def _begins_with(genesis: Commit, run_dir: Path) -> bool:
+    """Return whether a run-dir has this genesis commit or, where that is damaged, a first commit that follows from it."""
+    with contextlib.suppress(Damaged):
+        return read_genesis(run_dir) == genesis
+    try:
+        first = unpack(CertifiedCommit, read_frame((run_dir / LOG).read_bytes())[0])
+    except (FileNotFoundError, ValueError):
+        return False
+    return first.commit.parent == genesis.id
+
+
 def read_genesis(run_dir: Path) -> Commit | None:
     """Return the genesis commit in a run-dir, None if it holds no campaign. Raises Damaged."""
     if not (run_dir / CAMPAIGN_FILE).exists():
@@ -230,9 +243,9 @@ def read_genesis(run_dir: Path) -> Commit | None:
     try:
         return unpack(Commit, read_frame((run_dir / GENESIS_FILE).read_bytes())[0])
     except FileNotFoundError:
-        raise Damaged(f"{run_dir / GENESIS_FILE}: missing; copy it from another peer's run-dir") from None
+        raise Damaged(f"{run_dir / GENESIS_FILE}: missing; {WITHOUT_GENESIS}") from None
     except ValueError as error:
-        raise Damaged(f"{run_dir / GENESIS_FILE}: damaged ({error}); copy it from another peer's run-dir") from None
+        raise Damaged(f"{run_dir / GENESIS_FILE}: damaged ({error}); {WITHOUT_GENESIS}") from None
 
 
 def sha256(content: bytes) -> str:

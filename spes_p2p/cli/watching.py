@@ -23,7 +23,7 @@ MAX_LISTED_CAMPAIGNS = 64
 """Most campaigns of one directory. Bounds memory and sockets: each campaign has a connection of its own."""
 
 AddressesOrRunDir = Annotated[list[str], typer.Argument(
-    metavar="ADDRESS...|RUN_DIR", help="Address of any peer, or run-dir of a trainer that runs on this machine.")]
+    metavar="ADDRESS...|RUN_DIR", help="Address of any peer, or run-dir of a peer that runs on this machine.")]
 
 
 def status(
@@ -35,6 +35,7 @@ def status(
 ) -> None:
     """Show a running swarm: round, peers, experts and owners, speed, loss, traffic. With a run-dir: your trainer first."""
     own, addresses = _own_or_addresses(targets)
+    spare = own.spare_addresses if own else ()
     if own is not None and not as_json:
         print(f"your trainer: {own.line}", flush=True)
     setup_logging("warning", False)
@@ -42,9 +43,9 @@ def status(
         from spes_p2p.client.status import fetch_statuses, watch_status
 
         if watch:
-            run(watch_status(addresses, as_json, end_waiting))
+            run(watch_status(addresses, as_json, end_waiting, spare))
             return
-        statuses = run(fetch_statuses(addresses))
+        statuses = run(fetch_statuses(addresses, spare))
     from spes_p2p.client.alerts import status_document
     from spes_p2p.observe.swarm_status import gather
     from spes_p2p.observe.table import render_status
@@ -131,13 +132,20 @@ def report(
 
 
 def _own_or_addresses(targets: list[str]) -> tuple[OwnState | None, list[str]]:
-    """Return the state of the running trainer with this run-dir, if one is given, and addresses of its swarm."""
+    """Return the state of the running trainer with this run-dir, if one is given, and addresses of its swarm.
+
+    In the run-dir of a bootstrap peer is its address.
+    """
     run_dir = Path(targets[0])
     if not run_dir.is_dir():
         if len(targets) == 1 and not targets[0].startswith(("/ip4/", "/ip6/", "/dns")):
             raise UserError(f"'{targets[0]}': no such folder, and not the address of a peer; example: {EXAMPLE_ADDRESS}")
         return None, options.checked_peers(targets) or []
-    from spes_p2p.session.own_state import require_running
+    from spes_p2p.session.own_state import STATE_FILE, require_running
+    from spes_p2p.session.run_dir import ADDRESS_FILE
 
+    address = run_dir / ADDRESS_FILE
+    if address.is_file() and not (run_dir / STATE_FILE).exists():
+        return None, options.checked_peers([address.read_text(encoding="utf-8", errors="replace").strip()]) or []
     own = require_running(run_dir)
     return own, list(own.addresses)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from spes_p2p.config.addresses import peer_of
 from spes_p2p.errors import PeerUnreachable, Refused, UserError
-from spes_p2p.net.daemon_process import start_visitor
+from spes_p2p.net.daemon_process import is_any_listening, start_visitor
 
 if TYPE_CHECKING:  # what the daemon's start does not need is imported while it starts (`connect`)
     from spes_p2p.campaign.files import CampaignFiles
@@ -136,13 +136,18 @@ class SwarmConnection:
 
 
 @contextlib.asynccontextmanager
-async def connect(addresses: Sequence[str], uses: Sequence[str] = ()) -> AsyncIterator[SwarmConnection]:
+async def connect(
+    addresses: Sequence[str], uses: Sequence[str] = (), spare: Sequence[str] = ()
+) -> AsyncIterator[SwarmConnection]:
     """Connect to a swarm as a visitor, without joining. Raises UserError if no address leads to a campaign.
 
-    `uses`: modules that the caller needs for the answers. They are imported while peers are asked.
+    `uses`: modules that the caller needs for the answers. They are imported while peers are asked. `spare`: addresses for when
+    nobody listens at the others.
     """
     needed = ("spes_p2p.net.libp2p", "spes_p2p.net.rpc", "spes_p2p.campaign.record", "spes_p2p.client.proven")
     importing = asyncio.create_task(asyncio.to_thread(_import_all, needed))
+    if spare and not await is_any_listening(addresses):
+        addresses = spare
     started = await start_visitor(addresses)
     await importing
     from spes_p2p.campaign.record import agreed_record

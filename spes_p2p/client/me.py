@@ -174,7 +174,7 @@ async def as_the_swarm_says(share: OwnShare, run_dir: Path) -> OwnShare:
     if state is None or not state.addresses:
         return share
     with suppress(UserError):
-        if statuses := await fetch_statuses(state.addresses):
+        if statuses := await fetch_statuses(state.addresses, state.spare_addresses):
             swarm = gather(statuses)
             return as_of(share, swarm.round, swarm.total_tokens)
     return share

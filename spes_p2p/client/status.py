@@ -17,19 +17,24 @@ SHOWN_WITH = ("spes_p2p.client.alerts", "spes_p2p.observe.table", "rich.console"
 """Modules that show a swarm."""
 
 
-async def fetch_statuses(addresses: Sequence[str]) -> list[PeerStatus]:
-    """Return the status of every peer that answers. Raises UserError if no address leads to a campaign."""
-    async with connect(addresses, uses=SHOWN_WITH) as swarm:
+async def fetch_statuses(addresses: Sequence[str], spare: Sequence[str] = ()) -> list[PeerStatus]:
+    """Return the status of every peer that answers. Raises UserError if no address leads to a campaign.
+
+    `spare`: addresses for when nobody listens at the others.
+    """
+    async with connect(addresses, SHOWN_WITH, spare) as swarm:
         return await swarm.statuses()
 
 
-async def watch_status(addresses: Sequence[str], as_json: bool, on_reached: Callable[[], None]) -> None:
+async def watch_status(
+    addresses: Sequence[str], as_json: bool, on_reached: Callable[[], None], spare: Sequence[str] = ()
+) -> None:
     """Show the swarm until its campaign is done: a live table on a terminal, otherwise one line (`as_json`: of JSON) per round.
 
     If no peer answers, the last state stays visible with a note. `on_reached` is called before anything is shown. Raises
     UserError as `fetch_statuses` does.
     """
-    async with connect(addresses, uses=SHOWN_WITH) as swarm:
+    async with connect(addresses, SHOWN_WITH, spare) as swarm:
         from spes_p2p.observe.swarm_status import gather
         from spes_p2p.observe.table import SwarmView, round_line
 

@@ -79,6 +79,11 @@ def is_loopback(address: str) -> bool:
         return False
 
 
+def is_relayed(address: str) -> bool:
+    """Return whether a peer's multiaddr leads to it through a relay."""
+    return "/p2p-circuit/" in address
+
+
 def listen_beside(addresses: Sequence[str]) -> tuple[str, ...]:
     """Return the default addresses to listen on: loopback only if all `addresses` of the swarm are loopback."""
     return LOOPBACK_LISTEN if addresses and all(map(is_loopback, addresses)) else DEFAULT_LISTEN

@@ -52,6 +52,8 @@ class StatusBoard:
             case events.StateEntered():
                 self._stages.append((event.name, self._clock()))
                 self._set(stage=event.name)
+                if event.name == "paused":
+                    self._set(tokens_per_second=0.0)
             case BaseRestored():
                 self._base_restored(event)
             case events.TrainingProgress():

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Coroutine, Sequence
 from typing import Any
 
 from spes_p2p.campaign.files import CampaignFiles
-from spes_p2p.config.addresses import listen_beside
+from spes_p2p.config.addresses import is_peer_address, is_relayed, listen_beside
 from spes_p2p.config.campaign import PeerConfig
 from spes_p2p.errors import Broken
 from spes_p2p.messages.admission import Invitation
@@ -31,6 +31,8 @@ from spes_p2p.storage.interfaces import Store
 
 FIRST_CONTACT_SILENCE_S = 10.0
 """Silence timeout until the campaign's own is known."""
+MAX_SPARE_ADDRESSES = 8
+"""Bounds the connections that a command tries."""
 
 
 @contextlib.asynccontextmanager
@@ -79,6 +81,14 @@ async def make_node(
     node = Node(world, files.campaign, genesis, rules, role, files.blobs, observer, invitation, named)
     await Checkup(time.time, net.transport.seen_at).serve(node.endpoint)
     return node
+
+
+def spare_addresses(node: Node) -> tuple[str, ...]:
+    """Return where a command on this machine finds the swarm if nobody else answers: at this peer, or at electors."""
+    contacts = [node.contacts[peer] for peer in node.log.last.electorate if peer in node.contacts]
+    electors = [address for contact in contacts for address in contact.addresses]
+    found = dict.fromkeys((*node.world.transport.addresses, *electors[:MAX_SPARE_ADDRESSES]))
+    return tuple(address for address in found if is_peer_address(address) and not is_relayed(address))
 
 
 async def live_on(net: Libp2p, life: Coroutine[Any, Any, None]) -> None:

@@ -24,7 +24,7 @@ from spes_p2p.errors import UserError, printable
 from spes_p2p.observe.json_values import to_json
 
 STATE_FILE, ORDER_FILE = "own_state.json", "pause"
-PREPARING = "preparing"
+PREPARING, DONE = "preparing", "done"
 OWNERS_PAUSE = "the owner has paused the campaign"
 LOCK_TRIES, LOCK_AGAIN_S = 5, 0.02
 """A reader that looks whether a trainer runs holds the lock for a moment."""
@@ -36,7 +36,7 @@ class OwnState:
 
     state: str
     """preparing: it looks for its campaign, or loads libraries, text and the base; running; pausing: it still leaves the round;
-    paused."""
+    paused; done: it ends, since the campaign has."""
     since: float
     """Unix time."""
     addresses: tuple[str, ...] = ()
@@ -47,6 +47,8 @@ class OwnState:
     """The same for people, with when it goes on. Before it trains: what it waits for; then: when it will pause."""
     trains: bool = False
     """Whether it has trained since it joined, and neither it nor its campaign has been paused since."""
+    spare_addresses: tuple[str, ...] = ()
+    """While it is in the swarm: its own and electors', for when nobody answers at `addresses`."""
 
     @property
     def is_preparing(self) -> bool:
@@ -127,7 +129,7 @@ def read_own_state(run_dir: Path) -> OwnState | None:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
                 return None
             state = _STATE.validate_json(file.read())
-            return state if all(map(is_peer_address, state.addresses)) else OwnState("running", 0.0)
+            return state if all(map(is_peer_address, state.addresses + state.spare_addresses)) else OwnState("running", 0.0)
     except FileNotFoundError:
         return None
     except ValidationError:
@@ -173,12 +175,16 @@ def require_running(run_dir: Path) -> OwnState:
     state = read_own_state(run_dir)
     if state is None:
         try:
-            said = _STATE.validate_json((run_dir / STATE_FILE).read_bytes()).addresses
+            said = _STATE.validate_json((run_dir / STATE_FILE).read_bytes())
         except (OSError, ValidationError):
-            said = ()
-        addresses = " ".join(said) if said and all(map(is_peer_address, said)) else "ADDRESS"
+            said = OwnState("", 0.0)
+        quoted = shlex.quote(str(run_dir))
+        if said.state == DONE:
+            raise UserError(f"{run_dir}: the campaign is over, and the trainer with this run-dir has ended; export the model "
+                            f"with spes-p2p export --run-dir {quoted} --output checkpoint, or give the address of a peer")
+        addresses = " ".join(said.addresses) if said.addresses and all(map(is_peer_address, said.addresses)) else "ADDRESS"
         raise UserError(f"{run_dir}: no trainer runs with this run-dir; start it with spes-p2p join {addresses} "
-                        f"--run-dir {shlex.quote(str(run_dir))}, or give the address of a peer")
+                        f"--run-dir {quoted}, or give the address of a peer")
     return state
 
 

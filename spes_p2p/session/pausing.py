@@ -24,7 +24,7 @@ from spes_p2p.observe.events import BaseRestored, Event, Observer, Paused, Quota
 from spes_p2p.observe.metrics import Metrics
 from spes_p2p.peer.leaving import LeaveRequest
 from spes_p2p.session.machine_use import MachineUse
-from spes_p2p.session.own_state import OWNERS_PAUSE, PREPARING, STATE_FILE, OwnState, StateFile, is_pause_ordered
+from spes_p2p.session.own_state import DONE, OWNERS_PAUSE, PREPARING, STATE_FILE, OwnState, StateFile, is_pause_ordered
 from spes_p2p.session.pause_rules import IdleRule, Pause, outside_hours, over_quota, quota_forecast
 from spes_p2p.session.traffic import TrafficMeter
 
@@ -56,6 +56,8 @@ class Pauses:
         self._said: OwnState | None = None
         self._waits_for, self._has_base, self._trains = "", False, False
         """What a trainer that does not train yet is busy with, or waits for; whether it has a base, and has trained."""
+        self.spare_addresses: Callable[[], tuple[str, ...]] = tuple
+        """Returns what `OwnState` has of the same name, while the trainer is in the swarm."""
         self._idle, self._use, self._measured_s = IdleRule(), MachineUse(), -math.inf
         self._meter = TrafficMeter(settings.run_dir) if settings.quota is not None else None
 
@@ -123,6 +125,7 @@ class Pauses:
 
     async def over(self) -> bool:
         """Return True as soon as the trainer may train, False if the process is asked to end before."""
+        self.spare_addresses = tuple
         if self._meter is not None:
             self._meter.stop()
         self.pause, shown = await self._look(), None
@@ -149,6 +152,12 @@ class Pauses:
             for number in SIGNALS:
                 asyncio.get_running_loop().remove_signal_handler(number)  # as before the first join
         return not self.ending.is_made
+
+    def campaign_ended(self) -> None:
+        """Say so in the run-dir, for those who look after this process has ended; no pause follows."""
+        self.ending.make()
+        self._trains, self._waits_for, self.pause = False, "", None
+        self._say(DONE)
 
     def close(self) -> None:
         """Give the run-dir up."""
@@ -179,7 +188,8 @@ class Pauses:
         else:
             forecast = self._forecast()
             reason, detail = "", self._waits_for or (forecast.line if forecast else "")
-        said = OwnState(state, 0.0, self._addresses, reason, detail, self._trains and self.pause is None)
+        trains, spare = self._trains and self.pause is None, self.spare_addresses()
+        said = OwnState(state, 0.0, self._addresses, reason, detail, trains, spare)
         if self._said != said:
             self._said = said
             self._file.write(replace(said, since=self._wall_time()))

@@ -39,7 +39,7 @@ from spes_p2p.session.admission import admitted, keep_invitation
 from spes_p2p.session.apart import run_apart
 from spes_p2p.session.downstream import Evaluations, continue_prompts, evaluate_tasks
 from spes_p2p.session.genesis import fetch_genesis, join_with_base_0, load_or_make_genesis, make_layout, require_checkpoint
-from spes_p2p.session.network import connected, first_contact, live_on, make_node, world_of
+from spes_p2p.session.network import connected, first_contact, live_on, make_node, spare_addresses, world_of
 from spes_p2p.session.observers import observing, sharing_history
 from spes_p2p.session.pausing import Pauses, call_on_signals
 from spes_p2p.session.preparing import still
@@ -183,7 +183,7 @@ async def run_join(
                     return
                 tries = 0
             except NobodyAnswers as error:
-                if read_genesis(settings.run_dir) is None:
+                if not (settings.run_dir / CAMPAIGN_FILE).exists():
                     raise
                 if tries % WARN_EVERY_TRIES == 0:
                     logger.warning("%s; retrying until a peer answers", error.problem)
@@ -293,6 +293,7 @@ async def _live_as_trainer(
         world = extension.around(world_of(net, ready.store, settings))
         named = settings.name or "", settings.team or ""
         node = await make_node(net, world, files, ready.genesis, "trainer", observers.all, ready.invitation, named)
+        pauses.spare_addresses = partial(spare_addresses, node)
         library = await serve_text(node, ready.shelf, settings.private_urls or all(map(is_loopback, addresses)))
         leave = LeaveRequest()
         text, held_out = make_readers(files, ready.shelf, library, leave)
@@ -320,7 +321,7 @@ async def _live_as_trainer(
         async with followers as ranks, sharing_history(node, observers.history), beside(*around):
             await live_on(net, peer.run())
         if peer.finished:
-            pauses.ending.make()
+            pauses.campaign_ended()
         if not pauses.follows:
             records = observers.history.rounds.records
             logger.info("%s", farewell(observers.board.status, records, settings.run_dir, settings.identity))

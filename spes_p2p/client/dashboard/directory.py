@@ -15,7 +15,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_l
 from spes_p2p.client.connection import connect
 from spes_p2p.client.dashboard.listed import Listed, seen
 from spes_p2p.client.dashboard.listed_metrics import ListedCollector
-from spes_p2p.client.dashboard.poll import LOST_AFTER, address_to_join
+from spes_p2p.client.dashboard.poll import LOST_AFTER, NO_ANSWER_THERE, address_to_join
 from spes_p2p.client.dashboard.server import NO_STORE, content_policy, listening
 from spes_p2p.errors import UserError, printable
 from spes_p2p.net.tasks import beside
@@ -66,7 +66,9 @@ async def _follow(listed: Listed) -> None:
                     statuses = await swarm.statuses()
                     silent_looks = 0 if statuses else silent_looks + 1
                     if statuses:
-                        listed.seen = seen(statuses, await address_to_join(swarm, listed.addresses))
+                        answering = {status.peer_id for status in statuses}
+                        address, answers = await address_to_join(swarm, listed.addresses, answering)
+                        listed.seen = seen(statuses, address, "" if answers else NO_ANSWER_THERE)
                         listed.updated = time.time()
                     listed.answers, listed.problem = bool(statuses), "" if statuses else "no peer of the campaign answers"
                     await asyncio.sleep(LOOK_EVERY_S)
@@ -110,7 +112,7 @@ def _article(listed: Listed) -> str:
         f"{_state(listed.answers, now if listed.answers else f'no answer since {last}')}</header>"
         f'<svg viewBox="0 0 100 4" preserveAspectRatio="none" role="img" aria-label="{share:.0f} % of the rounds">'
         f'<rect class="all" width="100" height="4"/><rect class="done" width="{share:.2f}" height="4"/></svg>'
-        f"<dl>{cells}</dl><p><code>{html.escape(known.command)}</code></p></article>"
+        f"<dl>{cells}</dl><p><code>{html.escape(known.command)}</code> {html.escape(known.note)}</p></article>"
     )
 
 

@@ -29,6 +29,8 @@ class Seen:
     seconds_left: float
     command: str
     """To take part, or to take the model once the campaign is done."""
+    note: str
+    """What is wrong with the address in it."""
 
 
 @dataclass
@@ -45,8 +47,8 @@ class Listed:
     """What the last answer said."""
 
 
-def seen(statuses: Sequence[PeerStatus], address: str) -> Seen:
-    """Sum up the answers of one campaign's peers."""
+def seen(statuses: Sequence[PeerStatus], address: str, note: str = "") -> Seen:
+    """Sum up the answers of one campaign's peers. `note`: what is wrong with this address to join."""
     swarm = gather(statuses)
     peers = [each for each in statuses if each.base_digest] or statuses  # others are joining, or only say so
     trainers = sum(each.role == "trainer" for each in peers)
@@ -55,4 +57,5 @@ def seen(statuses: Sequence[PeerStatus], address: str) -> Seen:
         swarm.campaign, swarm.campaign_hash, "done" if swarm.done and swarm.state != "stopped" else swarm.state, swarm.round,
         swarm.total_rounds, trainers, len(peers) - trainers, swarm.total_tokens, swarm.tokens_per_second,
         swarm.validation_loss, swarm.validation_round, swarm.seconds_left, take if swarm.done else f"spes-p2p join {address}",
+        note,
     )

@@ -70,6 +70,11 @@ class OwnTrainer:
             with contextlib.suppress(StillPreparing):
                 return cls(run_dir)
 
+    def spare_addresses(self) -> tuple[str, ...]:
+        """Return where the swarm is found if nobody answers at the addresses of the trainer's own start."""
+        state = read_own_state(self._run_dir)
+        return state.spare_addresses if state else ()
+
     async def watch(self, published: Published) -> None:
         """Keep `published.own` current. Never returns."""
         while True:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -30,7 +30,8 @@ LOOK_EVERY_S = 1.0
 """Poll interval in a swarm of up to PEERS_PER_SECOND peers; larger swarms are polled less often."""
 PEERS_PER_SECOND = 16
 RETRY_S = 3.0
-HEADER = ("state", "message", "since", "updated", "command", "alerts", "own")
+HEADER = ("state", "message", "since", "updated", "command", "note", "alerts", "own")
+NO_ANSWER_THERE = "no bootstrap peer answers at this address now"
 LOST_AFTER = 5
 """Reconnect after this many polls without an answer: the addresses may lead to other peers by now."""
 
@@ -48,6 +49,8 @@ class Published:
     """Unix time of the last answer; 0 before the first."""
     command: str = ""
     """The command to copy: `join`, or `export` once the campaign is done."""
+    note: str = ""
+    """What is wrong with the address in it."""
     view: dict[str, Any] | None = None
     known_alerts: Sequence[Alert] = ()
     """Alerts of the last answer."""
@@ -131,13 +134,13 @@ class SwarmHistory:
         return records
 
 
-async def watch(addresses: Sequence[str], published: Published) -> None:
-    """Poll the swarm until cancelled."""
+async def watch(addresses: Sequence[str], published: Published, spare: Callable[[], Sequence[str]] = tuple) -> None:
+    """Poll the swarm until cancelled. `spare` returns addresses for when nobody listens at the others."""
     tries = 0
     history = SwarmHistory()
     while True:
         try:
-            async with connect(addresses) as swarm:
+            async with connect(addresses, spare=spare()) as swarm:
                 tries = 0
                 await _look(swarm, addresses, history, published)
         except UserError as error:
@@ -161,7 +164,8 @@ async def _look(swarm: SwarmConnection, addresses: Sequence[str], history: Swarm
             silent_polls = 0
             await _learn_rounds(swarm, chronicle, statuses, history)
             history.control = await swarm.newest_order(history.control)
-            address = await address_to_join(swarm, addresses)
+            address, answers = await address_to_join(swarm, addresses, {status.peer_id for status in statuses})
+            published.note = "" if answers else NO_ANSWER_THERE
             _publish(statuses, config, history, published, address)
         else:
             silent_polls += 1
@@ -189,15 +193,16 @@ def _publish(
     published.set_state("live", "")
 
 
-async def address_to_join(swarm: SwarmConnection, addresses: Sequence[str]) -> str:
-    """Return the announced address of one of the owner's helpers, or the given address.
+async def address_to_join(swarm: SwarmConnection, addresses: Sequence[str], answering: Collection[str]) -> tuple[str, bool]:
+    """Return the announced address of one of the owner's helpers, or a given address, and whether that peer is `answering`.
 
     People copy it into a shell: nothing but a peer's address is in it, and the address is of that peer.
     """
     contacts, helpers = await swarm.contacts(), swarm.genesis.helpers
     announced = [(peer, address) for peer in helpers if peer in contacts for address in contacts[peer].addresses]
     found = [address for peer, address in announced if is_peer_address(address) and peer_of(address) == peer]
-    return found[0] if found else addresses[0]
+    living = [address for address in (*found, *addresses) if peer_of(address) in answering]
+    return (living or addresses)[0], bool(living)
 
 
 async def _learn_rounds(

@@ -52,7 +52,7 @@ async def run_dashboard(
     async with serving(published, host, port, own) as url:
         on_url(f"{url}#token={own.token}" if own else url)
         async with beside(*beside_it):
-            await watch(addresses, published)
+            await watch(addresses, published, own.spare_addresses if own else tuple)
 
 
 def serving(
