@@ -33,8 +33,8 @@ OUTSIDER_FRAME_BYTES = 2**16
 """The longest frame that an outsider may send here, whatever its method allows: the announcement of a joiner fits."""
 OUTSIDER_BITS, OUTSIDERS_BITS, OUTSIDERS_BURST_S = 8 * 2**14, 8 * 2**16, 4.0
 STRANGE_MEMBER_BITS = 8 * 2**18
-"""What a member may send a second for which the owner does not vouch, parts of an exchange not counted: 256 streams without
-content. It opens some dozens in an exchange."""
+"""What a member may ask a second for which the owner does not vouch, in long answers, at STREAM_COST each: 256. What belongs to
+a round is not paced: its own announcement would wait, and all others for it."""
 """What one outsider, and all of them, may send a second, in bits. Records of 64 KiB take some 100 ms to read, a tenth of a
 processor. A joiner sends little: with all that counts for more than its bytes, 8 KiB until it has announced, so that eight a
 second can come."""
@@ -125,16 +125,14 @@ class Shares:
             self._forget_if_gone(peer)
 
     async def pace(self, peer: str, cost: int) -> None:
-        """Wait until this much of a stranger may be handled. Raises Refused where too much of outsiders waits."""
+        """Wait until this much of an outsider may be handled; a member never waits. Raises Refused where too much waits."""
         await self.own_pace(peer, cost)
         await self.turn(peer, cost)
 
     async def own_pace(self, peer: str, cost: int) -> None:
-        """Wait until a stranger by itself may send this much more."""
+        """Wait until an outsider by itself may send this much more."""
         if not self.is_known(peer):
             await _pacer(self._pace, peer, OUTSIDER_BITS).let_pass(cost)
-        elif not self.is_trusted(peer):
-            await _pacer(self._member_pace, peer, STRANGE_MEMBER_BITS).let_pass(cost)
 
     async def turn(self, peer: str, cost: int) -> None:
         """Wait for an outsider's turn among all others. Raises Refused where too much waits."""
@@ -144,6 +142,8 @@ class Shares:
 
     async def answer(self, peer: str, size: int) -> None:
         """Wait for a stranger's turn to be sent this much. Raises Refused where too much waits."""
+        if self.is_known(peer):
+            await _pacer(self._member_pace, peer, STRANGE_MEMBER_BITS).let_pass(STREAM_COST)
         pacer = _pacer(self._answer_pace, peer, ANSWER_BITS)
         taken_s = min(pacer.taken_s(), OUTSIDERS_BURST_S)
         pacer.take(size)
