@@ -105,6 +105,14 @@ def test_pauses_of_an_interface_do_not_count(busy_s: int) -> None:
     assert line.bytes_per_s() == pytest.approx(rate, rel=0.1)
 
 
+def test_an_interface_that_peers_on_this_machine_do_not_use_says_nothing() -> None:
+    line, rate = Throughput(), 1e7
+    send(line, int(8 * rate), rate, 0.0)
+    for half in range(20):
+        line.see({"eth0": half * 50_000}, half / 2)
+    assert line.bytes_per_s() == pytest.approx(rate, rel=0.1)
+
+
 @pytest.mark.parametrize("others", [1e5, 2e7])
 def test_what_other_programs_send_or_buffers_took_before_says_nothing(others: float) -> None:
     line = Throughput(2.5e6)

@@ -40,6 +40,8 @@ HIDDEN_BYTES_PER_S = 2**20
 KEPT_CONFIRMATIONS = 2**10
 IDLE = 0.125
 """An interface that sends less than this part of its fullest window has a pause."""
+ELSEWHERE = 4.0
+"""Where interfaces sent less than one part in so many of what was sent here, it went over the loopback."""
 RELIABLE_AFTER = 3
 """Measurements. A single one may be due to one slow receiver or a busy processor."""
 
@@ -108,7 +110,9 @@ class Throughput:
         return self.last_bytes_per_s if self._measured >= RELIABLE_AFTER else 0.0
 
     def _wire_bytes_per_s(self) -> float:
-        """Return the fullest stretch of an interface, in bytes a second; 0 without one."""
+        """Return the fullest stretch of an interface, in bytes a second; 0 without one, or where peers are on this machine."""
+        if ELSEWHERE * sum(self._on_wire.values()) < sum(self._windows.values()):
+            return 0.0
         least = IDLE * max(self._on_wire.values(), default=0.0)
         return _fullest({window: size for window, size in self._on_wire.items() if size > least}) / WINDOW_S
 
