@@ -12,6 +12,8 @@ from spes_p2p.messages.framing import Message
 from spes_p2p.net.byte_stream import AHEAD_BYTES, ByteStream
 from spes_p2p.net.channels import StreamChannel
 from spes_p2p.net.interfaces import admit_all
+from spes_p2p.net.rpc import RpcEndpoint
+from spes_p2p.testing.memory_network import MemoryNetwork
 
 Script = Callable[[ByteStream, ByteStream], Awaitable[None]]
 
@@ -113,5 +115,22 @@ def test_a_part_of_a_frame_is_heard(play: Callable[[Script], None]):
             here.write(part)
             await heard.wait()
         assert await reading == Message(bytes(10))
+
+    play(script)
+
+
+def test_a_stream_whose_other_end_has_finished_is_not_broken(play: Callable[[Script], None]):
+    """A member that a coordinator sends the place of a commit fetches it from another peer after that."""
+
+    async def script(here: ByteStream, there: ByteStream) -> None:
+        endpoint = RpcEndpoint(MemoryNetwork().transport("near"), 5.0)
+        stream = endpoint._stream(StreamChannel("far", here), "round", is_answer=True)
+        coordinator = StreamChannel("near", there)
+        await coordinator.send(b"the place of a commit")
+        await coordinator.finish()
+        assert await stream.message() == b"the place of a commit"
+        assert await stream.alive(asyncio.sleep(0.2, "the commit")) == "the commit"
+        assert await stream.receive() is None
+        await stream.close()
 
     play(script)

@@ -56,7 +56,8 @@ class StreamChannel:
             kind, size = self._header
             if size > (0 if kind == Kind.FINISHED else MAX_FRAME_BYTES):
                 raise ValueError(f"a frame of {size} bytes")
-            await self._admit(kind, size)
+            if kind != Kind.FINISHED:
+                await self._admit(kind, size)
             content = await self._stream.read_exactly(size)
             self._header = None
         except (OSError, EOFError):
