@@ -70,10 +70,12 @@ def test_a_loss_that_runs_away_from_a_lower_training_loss_on_text_read_again_is_
     training_loss: float, passes: float, overfits: bool
 ) -> None:
     """When training diverges or a member does harm, the training loss rises too."""
-    told = advice(3.7, training_loss, passes)
+    told = advice(3.7, training_loss, passes, 100)
     assert ("probably overfits" in told) is overfits
     assert ("'clipped' warnings" in told) is not overfits
     assert not overfits or "the training loss is 1.9 and the text was read 10.2 times" in told
+    assert ("rollback 100" in told) is overfits
+    assert "rollback" not in advice(3.7, training_loss, passes, -1)
 
 
 class Judged(VirtualSwarm):

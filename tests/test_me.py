@@ -62,9 +62,9 @@ def test_it_sums_the_certified_rounds() -> None:
 def test_no_round_is_expected_while_the_owner_has_paused_the_campaign() -> None:
     events = [committed(1, 300, 700), committed(2, 300, 700), Controlled(2, 1, "paused")]
     share = own_share(journal(*events), ME, 20, RUNNING, now=122.0)
-    assert "round 2/20; its owner has paused the campaign" in render(share)
-    waits = own_share(journal(*events), ME, 20, replace(RUNNING, detail="the owner has paused the campaign"), now=122.0)
-    assert "QmMe · waiting: the owner has paused the campaign\n" in render(waits)
+    assert "round 2/20; the campaign is paused" in render(share)
+    waits = own_share(journal(*events), ME, 20, replace(RUNNING, detail="the campaign is paused"), now=122.0)
+    assert "QmMe · waiting: the campaign is paused\n" in render(waits)
     forecast = replace(RUNNING, detail="3.0 GB of 20.0 GB used today", trains=True)
     assert " · running: 3.0 GB of 20.0 GB used today\n" in render(own_share(journal(*events), ME, 20, forecast, now=122.0))
     share = own_share(journal(*events, Controlled(2, 2, "running")), ME, 20, RUNNING, now=112.0)

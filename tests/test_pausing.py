@@ -193,7 +193,7 @@ def test_resume_says_at_once_that_the_owners_pause_holds(tmp_path: Path) -> None
     state.write(OwnState("running", 0.0, detail=OWNERS_PAUSE))
     ended = call("resume", str(tmp_path))
     state.close()
-    told = "your pause is over; the owner's pause of the campaign holds, and the trainer goes on when that ends\n"
+    told = "your pause is over; the campaign itself is paused, and the trainer goes on when that ends\n"
     assert ended == Ended(0, told, "")
 
 
@@ -285,8 +285,8 @@ def test_a_trainer_says_what_it_waits_for_until_it_trains(tmp_path: Path) -> Non
 
     assert asyncio.run(run()) == [
         ("preparing: getting the newest base", False), ("waiting: for a round that gives it work", False),
-        ("waiting: the owner has paused the campaign", False), ("running", True),
-        ("waiting: the owner has paused the campaign", False),
+        ("waiting: the campaign is paused", False), ("running", True),
+        ("waiting: the campaign is paused", False),
     ]
 
 

@@ -201,7 +201,7 @@ def _order_pause(run_dir: Path, pauses: bool, as_json: bool) -> None:
     elif not pauses and state.trains:
         print("running: it trains")
     elif not pauses and state.waits_for_owner:
-        print("your pause is over; the owner's pause of the campaign holds, and the trainer goes on when that ends")
+        print("your pause is over; the campaign itself is paused, and the trainer goes on when that ends")
     elif not pauses and not state.reason:
         print(f"{state.line}; it trains after that")
     else:

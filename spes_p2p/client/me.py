@@ -194,7 +194,7 @@ def render(share: OwnShare) -> str:
     of_all = f", {100 * share.share:.1f} % of all{until}" if math.isfinite(share.share) else ""
     when = f"in about {human_seconds(share.next_round_s)}" if share.next_round_s else "is due"
     coming = f"; the next {when}" if math.isfinite(share.next_round_s) else ""
-    coming = coming if share.campaign_state == "running" else f"; its owner has {share.campaign_state} the campaign"
+    coming = coming if share.campaign_state == "running" else f"; the campaign is {share.campaign_state}"
     worth = share.worth
     others = ", ".join(map(short_peer, share.others))
     called = [f"{share.name} {short_peer(share.peer_id)}".lstrip(), *([share.team] if share.team else [])]

@@ -90,7 +90,7 @@ class Guard:
             passes = plan.cursor.epoch + plan.cursor.position / node.rules.num_samples
             logger.error(
                 "%s; %s: pausing the campaign; %s; continue with spes-p2p control ADDRESS --key KEY resume, with the key of "
-                "this peer", found, why, advice(best.loss, plan.loss if plan.tokens else math.inf, passes),
+                "this peer", found, why, advice(best.loss, plan.loss if plan.tokens else math.inf, passes, target),
             )
             order = pause(view)
         else:
@@ -100,11 +100,15 @@ class Guard:
         node.decisions.take_control(signed(replace(order, by_guard=True), node.world.identity))
 
 
-def advice(best_loss: float, training_loss: float, passes: float) -> str:
-    """Return what to do about a loss that has run away. `best_loss`: held-out. `passes`: how often the text was read."""
+def advice(best_loss: float, training_loss: float, passes: float, archived: int) -> str:
+    """Return what to do about a loss that has run away.
+
+    `best_loss`: held-out. `passes`: how often the text was read. `archived`: round of a good base; -1: none.
+    """
     if passes > 1 and training_loss < best_loss:
+        back = f"order rollback {archived} and stop, or " if archived >= 0 else ""
         return (f"the training loss is {training_loss:.3g} and the text was read {passes:.1f} times, so the model probably "
-                "overfits: roll back and stop, or train on from an export in a campaign with more text")
+                f"overfits: {back}start a campaign with more text")
     return "look for peers in 'clipped' warnings and ban them, or reduce the learning rate"
 
 

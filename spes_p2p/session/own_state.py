@@ -25,7 +25,7 @@ from spes_p2p.observe.json_values import to_json
 
 STATE_FILE, ORDER_FILE = "own_state.json", "pause"
 PREPARING, DONE = "preparing", "done"
-OWNERS_PAUSE = "the owner has paused the campaign"
+OWNERS_PAUSE = "the campaign is paused"
 LOCK_TRIES, LOCK_AGAIN_S = 5, 0.02
 """A reader that looks whether a trainer runs holds the lock for a moment."""
 
