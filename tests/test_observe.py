@@ -627,8 +627,11 @@ def test_swarm_is_shown_as_done_with_the_last_round(number: int, done: bool) -> 
 def test_beside_a_trainer_that_has_the_last_base_stands_done_whatever_it_does_there() -> None:
     trains = replace(status_after(commit(5)), total_rounds=9, stage="training")
     assert "training" in shown([in_these_rounds(trains, None)])
-    of_5_rounds = shown([in_these_rounds(trains, 5)])
-    assert ("training" in of_5_rounds, of_5_rounds.count("done")) == (False, 2)
+    ahead = replace(trains, peer_id="QmAhead", round=6)
+    of_5_rounds = shown([in_these_rounds(each, 5) for each in (trains, ahead)])
+    assert ("training" in of_5_rounds, of_5_rounds.count("done")) == (False, 3)
+    stopped = shown([replace(trains, state="stopped"), replace(trains, peer_id="QmOther", round=4)])
+    assert ("done" in stopped, "training" in stopped) == (True, True)
 
 
 @pytest.mark.parametrize(("rounds", "start", "end"), [

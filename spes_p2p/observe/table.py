@@ -210,7 +210,7 @@ def _peer_table(swarm: SwarmStatus) -> Table:
 
 
 def _stage(status: PeerStatus, swarm: SwarmStatus) -> str:
-    if swarm.done and status.round == swarm.round:
+    if swarm.done and status.round >= min(swarm.round, status.total_rounds):
         return "done"
     return "waiting" if swarm.awaits_trainers and status.stage == "announcing" else status.stage
 
