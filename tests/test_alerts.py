@@ -49,7 +49,8 @@ def test_the_held_out_loss_runs_away_when_three_evaluations_agree() -> None:
         ]
         assert found(replace(swarm, records=records)) == expected
     [alert] = alerts(gather(swarm.statuses), records, swarm.now)
-    assert alert.text == "the held-out loss runs away: 9.000 after round 30, 4.000 at best; the base of round 10 was still good"
+    assert alert.text == ("the held-out loss runs away: 9.000 after round 30, 4.000 at best in two evaluations in a row; "
+                          "the base of round 10 was still good")
 
 
 @pytest.mark.parametrize(("electors", "away", "severity"), [

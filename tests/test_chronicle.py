@@ -156,6 +156,25 @@ def test_a_joiner_and_the_bootstrap_know_all_rounds_and_contributions(tmp_path: 
     simulate(main)
 
 
+@pytest.mark.long
+def test_a_peer_that_joins_again_without_a_name_has_none_in_its_own_journal_either(tmp_path: Path) -> None:
+    """Who stayed hears that the name is gone; the peer itself knew of it before its restart only."""
+
+    async def main() -> None:
+        swarm = RememberingSwarm(tmp_path, total_steps=200)
+        await swarm.begin()
+        swarm.nodes["A"].named = "Ada", "Night owls"
+        await swarm.until(lambda: bool(totals_of(swarm.records("A").values()).called("A").name))
+        swarm.kill("A")
+        swarm.prepare("A")
+        swarm.start_again("A")
+        await swarm.attach("A")
+        await swarm.until(lambda: not any(totals_of(swarm.records(peer).values()).called("A").name for peer in "AW"))
+        assert "A" not in totals_of(swarm.records("A").values()).names
+
+    simulate(main)
+
+
 @pytest.mark.parametrize("names", [pytest.param("W", marks=pytest.mark.slow), "WABC"])
 @pytest.mark.long
 def test_damaged_journals_cost_later_joiners_neither_rounds_nor_credit(tmp_path: Path, names: str) -> None:

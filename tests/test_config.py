@@ -302,19 +302,19 @@ def test_a_published_campaign_that_cannot_be_used(published: bytes, expected: st
 
 
 @pytest.mark.parametrize(("options", "expected"), [
-    ({"devices": "gpu"}, "--devices = 'gpu': must be auto, all, cpu, or numbers of GPUs such as 0,1,2,3"),
-    ({"devices": "0,"}, "--devices = '0,': must be auto, all, cpu, or numbers of GPUs such as 0,1,2,3"),
-    ({"devices": "cpu,0"}, "--devices = 'cpu,0': must be auto, all, cpu, or numbers of GPUs such as 0,1,2,3"),
-    ({"experts": "0"}, "--experts = '0': must be auto or a whole number greater than 0"),
-    ({"experts": "many"}, "--experts = 'many': must be auto or a whole number greater than 0"),
-    ({"metrics_port": 70000}, "--metrics-port = 70000: must be at most 65535"),
-    ({"listen": ["localhost:4000"]}, "--listen = 'localhost:4000': must be a multiaddress such as /ip4/0.0.0.0/tcp/31337"),
+    ({"devices": "gpu"}, "--devices 'gpu': must be auto, all, cpu, or numbers of GPUs such as 0,1,2,3"),
+    ({"devices": "0,"}, "--devices '0,': must be auto, all, cpu, or numbers of GPUs such as 0,1,2,3"),
+    ({"devices": "cpu,0"}, "--devices 'cpu,0': must be auto, all, cpu, or numbers of GPUs such as 0,1,2,3"),
+    ({"experts": "0"}, "--experts '0': must be auto or a whole number greater than 0"),
+    ({"experts": "many"}, "--experts 'many': must be auto or a whole number greater than 0"),
+    ({"metrics_port": 70000}, "--metrics-port 70000: must be at most 65535"),
+    ({"listen": ["localhost:4000"]}, "--listen 'localhost:4000': must be a multiaddress such as /ip4/0.0.0.0/tcp/31337"),
     ({"listen": ["/ip4/0.0.0.0/tcp/70000"]},
-     "--listen = '/ip4/0.0.0.0/tcp/70000': must be a multiaddress such as /ip4/0.0.0.0/tcp/31337"),
-    ({"announce": ["/ip4/1.2.3.400/tcp/1"]},
-     "--announce = '/ip4/1.2.3.400/tcp/1': must be a multiaddress such as /ip4/0.0.0.0/tcp/31337"),
-    ({"announce": ["/ip4/::1/tcp/1"]}, "--announce = '/ip4/::1/tcp/1': must be a multiaddress such as /ip4/0.0.0.0/tcp/31337"),
-    ({"log_level": "loud"}, "--log-level = 'loud': must be 'debug', 'info', 'warning' or 'error'"),
+     "--listen '/ip4/0.0.0.0/tcp/70000': must be a multiaddress such as /ip4/0.0.0.0/tcp/31337"),
+    *(({"announce": [wrong]}, f"--announce '{wrong}': must be a multiaddress at which others reach this machine, such as "
+                              "/ip4/203.0.113.7/tcp/31337") for wrong in ("/ip4/1.2.3.400/tcp/1", "/ip4/0.0.0.0/tcp/1")),
+    ({"listen": ["/ip4/::1/tcp/1"]}, "--listen '/ip4/::1/tcp/1': must be a multiaddress such as /ip4/0.0.0.0/tcp/31337"),
+    ({"log_level": "loud"}, "--log-level 'loud': must be 'debug', 'info', 'warning' or 'error'"),
     ({"devise": "cpu"}, "unknown field '--devise'; did you mean 'devices'?"),
 ])
 def test_a_bad_option_costs_one_line(options: dict[str, object], expected: str) -> None:

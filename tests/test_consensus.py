@@ -426,8 +426,10 @@ def test_an_elector_that_lost_its_votes_does_not_vote_until_a_commit_lists_its_n
     assert voter.prepare(Prepare(1, voter.log.last.id, Ballot(1, "B"))).granted
 
 
-@pytest.mark.parametrize("harm", ["deleted", "cut", "one bit", "from before the vote"])
-def test_votes_that_are_lost_damaged_or_older_than_the_log_begin_another_incarnation(harm: str) -> None:
+@pytest.mark.parametrize("harm", ["deleted", "cut", "one byte", "one bit", "from before the vote"])
+def test_votes_that_are_lost_damaged_or_older_than_the_log_begin_another_incarnation(
+    harm: str, caplog: pytest.LogCaptureFixture
+) -> None:
     voter = Elector("A")
     first = voter.acceptor.incarnation
     before = bytes(voter.store.read(VOTES) or b"")
@@ -435,7 +437,8 @@ def test_votes_that_are_lost_damaged_or_older_than_the_log_begin_another_incarna
     voter = voter.restarted()
     assert voter.acceptor.incarnation == first
     now = bytes(voter.store.read(VOTES) or b"")
-    harmed = {"cut": now[:-1], "one bit": now[:40] + bytes([now[40] ^ 1]) + now[41:], "from before the vote": before}
+    harmed = {"cut": now[:-1], "one byte": b"x", "one bit": now[:40] + bytes([now[40] ^ 1]) + now[41:],
+              "from before the vote": before}
     if harm == "deleted":
         voter.store.delete(VOTES)
     else:
@@ -443,6 +446,9 @@ def test_votes_that_are_lost_damaged_or_older_than_the_log_begin_another_incarna
     again = Elector("A", voter.store, seed="another disk")
     assert again.acceptor.incarnation != first
     assert not again.acceptor.may_vote
+    damaged = "the file 'votes' in this run-dir is damaged; this peer casts no vote until a commit lists its new ones"
+    told = {"deleted": [], "from before the vote": ["the votes of this peer are older than its log"]}.get(harm, [damaged])
+    assert [message.split(", as a rule")[0] for message in caplog.messages] == told
     assert again.restarted().acceptor.incarnation == again.acceptor.incarnation
 
 

@@ -205,7 +205,7 @@ def test_a_peer_that_catches_up_says_in_one_line_from_which_round_to_which(log: 
 def test_of_old_orders_only_those_that_stop_training_are_told_and_of_new_ones_what_they_change(
     log: pytest.LogCaptureFixture
 ) -> None:
-    rate, paused = "from round 2 on learning_rate 0.1", "paused, from round 2 on learning_rate 0.1"
+    rate, paused = "from round 2 on learning_rate 0.1", "paused (by the guard), from round 2 on learning_rate 0.1"
     for first in (Controlled(2, 1, "running", rate, rate), Controlled(2, 2, "paused", paused, paused)):
         trainer = console_of(Clock(), "peer-aaaaaa", "trainer")
         trainer(BaseRestored(2, 20, 100, 2000, "d", "disk", OWNERS, 10))
@@ -214,7 +214,7 @@ def test_of_old_orders_only_those_that_stop_training_are_told_and_of_new_ones_wh
         trainer(Controlled(3, 3, "running", rate, "resumed"))
     told = [message for message in log.messages if "owner" in message]
     resumed = "round 3/10 · ordered by the owner: resumed"
-    assert told == [resumed, "ordered by the owner: paused", resumed]
+    assert told == [resumed, "ordered by the owner: paused (by the guard)", resumed]
 
 
 def test_a_helper_says_each_round_in_one_line(log: pytest.LogCaptureFixture) -> None:
@@ -227,7 +227,7 @@ def test_a_helper_says_each_round_in_one_line(log: pytest.LogCaptureFixture) -> 
         "round 0/10 · swarm assembled: 2 trainers · aaaaaa 0 2, bbbbbb 1-2",
         "round 1/10 · loss 4.500 · 1.00k tokens · 2 trainers · synced 2.00 s, 1.50 MB up, 2.00 MB down · 3m00s left",
         "round 2/10 · loss 4.500 · 1.00k tokens · 2 trainers · synced 2.00 s, 1.50 MB up, 2.00 MB down · "
-        "3 of 10 parts dropped · 2m40s left",
+        "3 of 10 parts left out · 2m40s left",
     ]
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from spes_p2p.campaign.orders import CampaignView, parse_order, revoked
+from spes_p2p.campaign.orders import CampaignView, parse_order, revoked, rollback
 from spes_p2p.client.owner import _view
 from spes_p2p.consensus.certificate import vote_message
 from spes_p2p.consensus.commit_log import CommitLog
@@ -654,6 +654,23 @@ def test_news_of_an_order_are_what_it_changes() -> None:
                     f"protocol {PROTOCOL_VERSION} required from round 9 on"]
     assert describe_news(replace(newest, number=9, rollback=4), newest, 4) == "rolled back to round 4"
     assert describe_news(newest, newest, 4) == ""
+
+
+def test_what_the_guard_ordered_is_told_from_what_a_person_ordered() -> None:
+    guard = " (by the guard: the held-out loss ran away)"
+    back = replace(rollback(2, view()), by_guard=True)
+    assert describe(back, 4) == describe_news(back, None, 4) == f"rolled back to round 2{guard}"
+    paused = replace(parse_order(["pause"])(view(newest=back, applied=back)), by_guard=True)
+    assert describe(paused, 4) == describe_news(paused, back, 4) == f"paused{guard}"
+    there = view(newest=paused, applied=paused)
+    banned, again = parse_order(["ban", OTHER_ID])(there), parse_order(["rollback", "2"])(there)
+    assert describe(banned, 4) == f"paused{guard}, 1 peer banned"
+    assert (describe(again, 4), describe_news(again, paused, 4)) == (f"paused{guard}, rolled back to round 2",
+                                                                     "rolled back to round 2")
+    resumed = parse_order(["resume"])(there)
+    assert describe_news(resumed, paused, 4) == "resumed"
+    assert describe(parse_order(["pause"])(view(newest=resumed, applied=resumed)), 4) == "paused"
+    assert describe(parse_order(["pause"])(view(newest=back, applied=back)), 4) == "paused"
 
 
 def test_an_order_that_no_round_has_applied_is_no_fact_and_is_not_replaced_without_a_word() -> None:

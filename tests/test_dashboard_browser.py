@@ -172,6 +172,27 @@ def test_what_peers_say_is_text_and_never_markup() -> None:
     look_at(swarm, look)
 
 
+@pytest.mark.parametrize("viewport", [DESKTOP, PHONE], ids=["desktop", "phone"])
+def test_rounds_and_experts_call_peers_as_the_other_tables_do(viewport: dict[str, int]) -> None:
+    named = synthetic_swarm(3, 8, 12)
+    peers = [status.peer_id[-6:] for status in named.statuses if status.role == "trainer"]
+    names = dict(zip(peers, ("Ada L.", "", "x" * 24), strict=True))
+    swarm = replace(named, statuses=[
+        replace(status, name=names.get(status.peer_id[-6:], ""), team="") for status in named.statuses
+    ])
+
+    async def look(page: Any, live: Published) -> None:
+        for chart in ("timeline", "grid"):
+            labels = await page.eval_on_selector_all(f"#{chart} text.id", "all => all.map(each => each.firstChild.textContent)")
+            assert sorted(labels) == sorted([f"Ada L. {peers[0]}", peers[1], f"{'x' * 9}… {peers[2]}"])
+        ends = await page.eval_on_selector_all("#grid text.id", "all => all.map(each => each.getBoundingClientRect().right)")
+        assert max(ends) < (await page.locator("#grid .row").first.bounding_box())["x"]
+        scrolled, shown = await widths(page)
+        assert scrolled <= shown
+
+    look_at(swarm, look, viewport=viewport)
+
+
 def test_before_the_first_round_the_page_says_how_many_trainers_it_waits_for() -> None:
     made = synthetic_swarm(3, 8, 0)
     waiting = replace(made, statuses=[replace(each, owners=(), owned=(), min_peers=5) for each in made.statuses])

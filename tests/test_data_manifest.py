@@ -167,11 +167,15 @@ def test_a_verified_file_is_read_again_only_when_it_changed(tmp_path: Path, mani
         open_corpus(manifest, [tmp_path], verified)
 
 
-def test_a_damaged_memory_of_verified_files_is_ignored(tmp_path: Path, manifest: Manifest) -> None:
+def test_a_damaged_memory_of_verified_files_is_replaced_and_said(
+    tmp_path: Path, manifest: Manifest, caplog: pytest.LogCaptureFixture
+) -> None:
     verified = tmp_path / "verified.json"
     for content in (b"{", b"[]", b"\xff"):
         verified.write_bytes(content)
-        open_corpus(manifest, [tmp_path], verified)
+        for _ in range(2):
+            open_corpus(manifest, [tmp_path], verified)
+    assert caplog.messages == 3 * [f"{verified}: damaged; verifying the text on this machine again"]
 
 
 def test_the_campaigns_tokenizer_and_model_must_fit(manifest: Manifest) -> None:

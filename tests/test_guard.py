@@ -15,7 +15,8 @@ from spes_p2p.campaign.orders import CampaignView, resume
 from spes_p2p.consensus.admission import signed_invitation
 from spes_p2p.consensus.control import is_paused, is_rollback, signed
 from spes_p2p.messages.admission import Invitation
-from spes_p2p.observe.events import Evaluated
+from spes_p2p.observe.events import Controlled, Evaluated
+from spes_p2p.peer.guard import advice
 from spes_p2p.peer.node import Node
 from spes_p2p.rounds.archive import Archive, archived_rounds
 from spes_p2p.rounds.runaway import Course, HeldOut, course_of
@@ -64,6 +65,19 @@ def test_a_trainer_does_not_confirm_itself_while_others_take_turns() -> None:
     assert course("").last_good_round == 1
 
 
+@pytest.mark.parametrize(("training_loss", "passes", "overfits"), [(1.9, 10.2, True), (1.9, 0.9, False), (4.1, 10.2, False)])
+def test_a_loss_that_runs_away_from_a_lower_training_loss_on_text_read_again_is_overfitting(
+    training_loss: float, passes: float, overfits: bool
+) -> None:
+    """When training diverges or a member does harm, the training loss rises too."""
+    told = advice(3.7, training_loss, passes, 100)
+    assert ("probably overfits" in told) is overfits
+    assert ("'clipped' warnings" in told) is not overfits
+    assert not overfits or "the training loss is 1.9 and the text was read 10.2 times" in told
+    assert ("rollback 100" in told) is overfits
+    assert "rollback" not in advice(3.7, training_loss, passes, -1)
+
+
 class Judged(VirtualSwarm):
     """A swarm whose held-out losses are given, the last one for all later evaluations; its helper keeps every second base."""
 
@@ -104,6 +118,8 @@ def test_a_loss_that_runs_away_again_pauses_the_campaign(caplog: pytest.LogCaptu
         swarm.start_all()
         await swarm.until(lambda: is_paused(swarm.nodes["W"].log.last.control))
         assert sum(is_rollback(each.commit) for each in swarm.nodes["W"].log.since(-1)) == 1
+        told = [event.news for event in swarm.recorders["A"].of(Controlled)]
+        assert told == [f"{order} (by the guard: the held-out loss ran away)" for order in ("rolled back to round 2", "paused")]
         number = swarm.nodes["W"].log.round
         await asyncio.sleep(100)
         assert swarm.nodes["W"].log.round == number

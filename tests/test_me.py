@@ -21,6 +21,7 @@ from spes_p2p.observe.events import BaseRestored, Controlled, Event, PhaseTraine
 from spes_p2p.observe.history import Entry
 from spes_p2p.session.observers import observing
 from spes_p2p.session.own_state import STATE_FILE, OwnState, StateFile
+from spes_p2p.session.run_dir import ADDRESS_FILE
 
 ME, OTHER = "QmMe", "QmOther"
 RUNNING = OwnState("running", 0.0)
@@ -61,9 +62,9 @@ def test_it_sums_the_certified_rounds() -> None:
 def test_no_round_is_expected_while_the_owner_has_paused_the_campaign() -> None:
     events = [committed(1, 300, 700), committed(2, 300, 700), Controlled(2, 1, "paused")]
     share = own_share(journal(*events), ME, 20, RUNNING, now=122.0)
-    assert "round 2/20; its owner has paused the campaign" in render(share)
-    waits = own_share(journal(*events), ME, 20, replace(RUNNING, detail="the owner has paused the campaign"), now=122.0)
-    assert "QmMe · waiting: the owner has paused the campaign\n" in render(waits)
+    assert "round 2/20; the campaign is paused" in render(share)
+    waits = own_share(journal(*events), ME, 20, replace(RUNNING, detail="the campaign is paused"), now=122.0)
+    assert "QmMe · waiting: the campaign is paused\n" in render(waits)
     forecast = replace(RUNNING, detail="3.0 GB of 20.0 GB used today", trains=True)
     assert " · running: 3.0 GB of 20.0 GB used today\n" in render(own_share(journal(*events), ME, 20, forecast, now=122.0))
     share = own_share(journal(*events, Controlled(2, 2, "running")), ME, 20, RUNNING, now=112.0)
@@ -138,7 +139,17 @@ def test_a_trainer_that_does_not_run_has_no_experts_and_no_next_round() -> None:
 def test_the_share_of_a_paused_trainer_is_one_of_the_swarms_newest_base() -> None:
     share = own_share(journal(committed(2, 600, 400)), ME, 20, OwnState("paused", 0.0), now=0.0)
     assert as_of(share, 2, 9999) == share
-    assert "600 trained here are in the model, 15.0 % of all up to round 4\n" in render(as_of(share, 4, 4000))
+    newer = render(as_of(share, 4, 4000))
+    assert "600 trained here are in the model, 15.0 % of all up to the swarm's round 4\n" in newer
+    assert "; the base here is of round 2/20" in newer
+
+
+def test_it_has_the_name_that_the_trainer_has_now() -> None:
+    named = committed(1, 300, 700, names=((OTHER, "Eve", ""), (ME, "Ada", "Owls")))
+    share = own_share(journal(named, committed(2, 300, 700)), ME, 20, RUNNING, now=0.0)
+    assert (share.name, share.team, render(share).split(" · ")[0]) == ("Ada", "Owls", "Ada QmMe, Owls")
+    share = own_share(journal(named, committed(2, 300, 700, names=((ME, "", ""),))), ME, 20, RUNNING, now=0.0)
+    assert (share.name, share.team, render(share).split(" · ")[0]) == ("", "", "QmMe")
 
 
 def test_a_new_trainer_has_nothing_yet() -> None:
@@ -150,4 +161,7 @@ def test_a_new_trainer_has_nothing_yet() -> None:
 def test_a_bootstrap_peers_run_dir_is_said_to_be_no_trainers(tmp_path: Path) -> None:
     folder = run_dir(tmp_path / "bootstrap", synthetic_swarm(2, 4, 3).records)
     with pytest.raises(UserError, match="no trainer has used this folder; give the run-dir of your trainer"):
+        look_at(folder, folder / "identity.key")
+    (folder / ADDRESS_FILE).touch()
+    with pytest.raises(UserError, match=r"run-dir of a bootstrap peer, which does not train; .* spes-p2p control"):
         look_at(folder, folder / "identity.key")

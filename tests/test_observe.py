@@ -51,7 +51,7 @@ from spes_p2p.observe.rounds import KEPT_READ, Rounds
 from spes_p2p.observe.status import StatusBoard
 from spes_p2p.observe.swarm_status import gather, swarm_status
 from spes_p2p.observe.table import SwarmView, round_line
-from spes_p2p.observe.units import human_bytes, human_bytes_up, human_count, human_indices, human_seconds
+from spes_p2p.observe.units import human_bytes, human_bytes_up, human_count, human_indices, human_memory, human_seconds
 from spes_p2p.peer.reporter import median_upload
 
 KEPT: tuple[Event, ...] = (
@@ -472,7 +472,7 @@ def test_a_long_phase_speaks_once_a_minute(log: pytest.LogCaptureFixture) -> Non
         (PhaseTrained(4, 10, 500, 4.6, 0.1, 12.0, 3), logging.WARNING, ["skipped 3 steps", "non-finite"]),
         (Evaluated(4, 4.25), logging.INFO, ["round 4/10", "held-out loss 4.250"]),
         (Evaluated(0, 8.25), logging.INFO, ["round 0/10", "held-out loss 8.250 before training"]),
-        (commit(4, dropped_parts=3), logging.INFO, ["3 of 10 parts dropped"]),
+        (commit(4, dropped_parts=3), logging.INFO, ["3 of 10 parts left out"]),
     ],
 )
 def test_trouble_is_said_with_its_level(log: pytest.LogCaptureFixture, event: Event, level: int, words: list[str]) -> None:
@@ -624,6 +624,16 @@ def test_swarm_is_shown_as_done_with_the_last_round(number: int, done: bool) -> 
     assert round_line([status_after(commit(number))]).endswith(" · done") is done
 
 
+def test_beside_a_trainer_that_has_the_last_base_stands_done_whatever_it_does_there() -> None:
+    trains = replace(status_after(commit(5)), total_rounds=9, stage="training")
+    assert "training" in shown([in_these_rounds(trains, None)])
+    ahead = replace(trains, peer_id="QmAhead", round=6)
+    of_5_rounds = shown([in_these_rounds(each, 5) for each in (trains, ahead)])
+    assert ("training" in of_5_rounds, of_5_rounds.count("done")) == (False, 3)
+    stopped = shown([replace(trains, state="stopped"), replace(trains, peer_id="QmOther", round=4)])
+    assert ("done" in stopped, "training" in stopped) == (True, True)
+
+
 @pytest.mark.parametrize(("rounds", "start", "end"), [
     (None, "round 5/25 · ", " · 1m40s left"), (30, "round 5/25 · ", " · 1m40s left"), (9, "round 5/9 · ", " · 20.0 s left"),
     (5, "round 5/5 · ", " · done"), (4, "round 5/5 · ", " · done"),
@@ -700,6 +710,9 @@ def test_plot_without_a_round_or_a_folder_is_refused(tmp_path: Path) -> None:
         (human_count(math.nan), "-"),
         (human_bytes(1_234_567), "1.23 MB"),
         (human_bytes(999.9), "1.00 kB"),
+        (human_memory(24 << 30), "24 GiB"),
+        (human_memory(1 << 20), "1 MiB"),
+        (human_memory(24 * 10**9), "24.0 GB"),
         (human_bytes_up(1_230_001), "1.24 MB"),
         (human_bytes_up(1_230_000), "1.23 MB"),
         (human_bytes_up(99_910_000), "100 MB"),

@@ -275,9 +275,13 @@ def test_the_count_survives_a_restart(tmp_path: Path) -> None:
     assert again.read(NOON + timedelta(days=1)).used_bytes == 0
 
 
-def test_a_damaged_count_starts_again(tmp_path: Path) -> None:
+def test_a_damaged_count_starts_again_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert TrafficMeter(tmp_path).read(NOON).used_bytes == 0
+    assert caplog.messages == []
     (tmp_path / "traffic.json").write_bytes(b"\0")
     assert TrafficMeter(tmp_path).read(NOON).used_bytes == 0
+    [message] = caplog.messages
+    assert message.startswith(f"{tmp_path / 'traffic.json'}: damaged")
 
 
 NO_QUOTAS = ["20GB", "20GB/week", "0GB/day", "much/day", "-1GB/day", "1e999GB/day", "20GBps/day", "20GB/s/day", "\u0662GB/day"]

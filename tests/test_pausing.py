@@ -116,6 +116,14 @@ def test_orders_touch_no_folder_but_a_trainers_and_no_file_but_their_own(tmp_pat
     assert (tmp_path / "pause").read_text() == "precious"
 
 
+def test_a_pause_while_no_trainer_runs_says_that_it_holds_for_the_next_one(tmp_path: Path) -> None:
+    (tmp_path / "own_state.json").touch()
+    ended = call("pause", str(tmp_path))
+    later = f"the next one starts paused, until spes-p2p resume {tmp_path}"
+    assert (ended.code, ended.stdout) == (0, f"no trainer runs with {tmp_path} now; {later}\n")
+    assert (tmp_path / "pause").exists()
+
+
 def test_a_link_in_the_run_dir_leads_to_no_other_file_of_the_user(tmp_path: Path) -> None:
     other, run_dir = tmp_path / "other", tmp_path / "run"
     other.write_text("precious")
@@ -185,7 +193,7 @@ def test_resume_says_at_once_that_the_owners_pause_holds(tmp_path: Path) -> None
     state.write(OwnState("running", 0.0, detail=OWNERS_PAUSE))
     ended = call("resume", str(tmp_path))
     state.close()
-    told = "your pause is over; the owner's pause of the campaign holds, and the trainer goes on when that ends\n"
+    told = "your pause is over; the campaign itself is paused, and the trainer goes on when that ends\n"
     assert ended == Ended(0, told, "")
 
 
@@ -277,8 +285,8 @@ def test_a_trainer_says_what_it_waits_for_until_it_trains(tmp_path: Path) -> Non
 
     assert asyncio.run(run()) == [
         ("preparing: getting the newest base", False), ("waiting: for a round that gives it work", False),
-        ("waiting: the owner has paused the campaign", False), ("running", True),
-        ("waiting: the owner has paused the campaign", False),
+        ("waiting: the campaign is paused", False), ("running", True),
+        ("waiting: the campaign is paused", False),
     ]
 
 

@@ -278,7 +278,7 @@ def test_too_little_memory_costs_one_line_with_the_numbers() -> None:
         plan_peer(config, Device("cuda", 2 * GIB), 1e8, None, "--memory")
     message = str(caught.value)
     assert "\n" not in message
-    assert message.startswith("--memory = 2.15 GB: too small for even the shared weights of spes-1b, which take ")
+    assert message.startswith("--memory = 2 GiB: too small for even the shared weights of spes-1b, which take ")
     assert "261M parameters with gradients and moments 2.62 GB" in message
 
 

@@ -17,6 +17,7 @@ from recorded_run import CONFIG, run_dir
 from synthetic_swarm import synthetic_swarm
 
 from spes_p2p.client.report import make_report
+from spes_p2p.client.report_plots import BLUE, ORANGE
 from spes_p2p.errors import UserError
 from spes_p2p.messages.presence import Contribution
 from spes_p2p.observe.events import Controlled, TasksEvaluated
@@ -53,7 +54,8 @@ class Page(HTMLParser):
 def test_a_report_has_the_run_and_loads_nothing(tmp_path: Path) -> None:
     records = [replace(record, control="paused" if record.round == 7 else "")
                for record in synthetic_swarm(3, 4, 12).records if record.round != 8]
-    back = Controlled(8, 2, "paused", "paused, rolled back to round 6")
+    by_guard = "paused (by the guard: the held-out loss ran away)"
+    back = Controlled(8, 2, "paused", f"{by_guard}, rolled back to round 6")
     scores = TasksEvaluated(round=8, scores=(("arc_easy", "acc", 0.25, math.nan),))
     (tmp_path / "results.json").write_text(json.dumps(RESULTS))
     folder = run_dir(tmp_path / "run", records, scores, back, replace(OWN, total_rounds=20), Controlled(13, 4, "stopped"))
@@ -62,7 +64,7 @@ def test_a_report_has_the_run_and_loads_nothing(tmp_path: Path) -> None:
     held_out = [record for record in records if math.isfinite(record.validation_loss)]
     for text in (
         f"{CONFIG.name}, round 13", "13 of 20 planned, stopped", "7,654,321", "4 contributed; 2 to 3 in a round",
-        "1.50 MB sent, 2.00 MB received in 1 round",
+        "1.50 MB sent, 2.00 MB received in 1 round", "parts left out",
         f"{held_out[0].validation_loss:.3f} (round 0) to {held_out[-1].validation_loss:.3f} (round 10)",
         f"{records[1].loss:.3f} (round 1) to {OWN.loss:.3f} (round 13)", records[0].contributions[0].peer, "QmMe",
         "arc_easy acc 0.250", "acc 0.5000 ± 0.0250", "paused", f"sync_steps: {CONFIG.training.sync_steps}",
@@ -71,10 +73,20 @@ def test_a_report_has_the_run_and_loads_nothing(tmp_path: Path) -> None:
         assert text in page.text, text
     assert "QmIdle" not in page.text
     _, orders = page.text.split("Orders of the owner")
-    assert orders.startswith("from roundorder7paused8paused, rolled back to round 69resumedConfiguration")
+    assert orders.startswith("from roundorder7paused8paused (by the guard: the held-out loss ran away), rolled back to round 6"
+                             "9resumedConfiguration")
     assert page.tags["svg"] == 5
     assert page.loaded == []
     assert "script" not in page.tags
+
+
+def test_curves_of_this_peers_own_have_a_gap_where_it_was_away(tmp_path: Path) -> None:
+    """A straight line over the rounds between would be a measurement that nobody made."""
+    rounds = [replace(OWN, round=number, sent_bytes=1000 + number) for number in (*range(13, 63), *range(163, 213))]
+    page = make_report(run_dir(tmp_path, synthetic_swarm(2, 4, 12).records, *rounds))
+    traffic = page.split("Bytes of each round on this peer")[1]
+    sent, _ = re.findall(rf'<path d="([^"]+)" clip-path="[^"]*" style="fill: none; stroke: (?:{BLUE}|{ORANGE})', traffic)
+    assert sent.count("M") == 2
 
 
 def test_numbers_are_never_broken_and_ids_may_be(tmp_path: Path) -> None:

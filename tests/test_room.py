@@ -187,7 +187,7 @@ def test_memory_bounds_what_is_counted_on() -> None:
         return resources_on(card(24), settings(memory_bytes=memory), config).experts
 
     assert 0 < owned(8) < owned(None) == owned(24) == owned(80)
-    with pytest.raises(UserError, match=r"^--memory = 2\.15 GB: too small"):
+    with pytest.raises(UserError, match=r"^--memory = 2 GiB: too small"):
         owned(2)
 
 

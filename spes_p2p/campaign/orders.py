@@ -303,4 +303,6 @@ def _state(view: CampaignView) -> CampaignState:
 def _next(view: CampaignView, state: CampaignState) -> Control:
     if view.newest is None:
         return Control(view.campaign, 1, state, (), -1, b"")
-    return replace(view.newest, number=view.newest.number + 1, state=state, rollback=-1, signature=b"")
+    is_still = state == view.newest.state == "paused"
+    return replace(view.newest, number=view.newest.number + 1, state=state, rollback=-1, signature=b"",
+                   by_guard=view.newest.by_guard and is_still)

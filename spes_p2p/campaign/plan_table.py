@@ -14,7 +14,7 @@ from spes_p2p.config.campaign import CampaignConfig
 from spes_p2p.model.memory import Setup
 from spes_p2p.model.sizes import sizes_of
 from spes_p2p.observe.json_values import to_json
-from spes_p2p.observe.units import human_bytes, human_count, human_seconds
+from spes_p2p.observe.units import human_bytes, human_count, human_memory, human_seconds
 
 _OPTIMIZERS = {"adamw": "AdamW float32", "adamw8bit": "AdamW 8-bit"}
 
@@ -105,7 +105,7 @@ def join_flags(setup: Setup, devices: str = "all") -> str:
 
 def _memory(target: Device) -> str:
     """'24 GiB' or '24 GiB on each of 4 GPUs'."""
-    return human_bytes(target.memory) + f" on each of {target.ranks} GPUs" * (target.ranks > 1)
+    return human_memory(target.memory) + f" on each of {target.ranks} GPUs" * (target.ranks > 1)
 
 
 def _parameters(number: int) -> str:

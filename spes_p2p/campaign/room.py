@@ -20,7 +20,7 @@ from spes_p2p.config.quantities import Spare
 from spes_p2p.errors import UserError
 from spes_p2p.model.memory import DeviceBytes, DeviceKind, Setup, device_bytes, shared_elements
 from spes_p2p.model.sizes import sizes_of
-from spes_p2p.observe.units import counted, human_bytes, human_bytes_up, human_count
+from spes_p2p.observe.units import counted, human_bytes, human_bytes_up, human_count, human_memory
 
 RESERVED_BYTES = 2**29
 RESERVED_SHARE = 0.05
@@ -188,7 +188,7 @@ def _refusal(config: CampaignConfig, device: Device, memory_name: str, asked: As
     listed = ", ".join(f"{what} {human_bytes(size)}" for what, size in parts.items() if size)
     needed = human_bytes_up(needed_bytes(config, device, least))
     what = "even the shared weights" if owned == 0 else counted(owned, "expert")
-    return (f"{memory_name} = {human_bytes(device.memory)}: too small for {what} of {config.name}, which take {needed} "
+    return (f"{memory_name} = {human_memory(device.memory)}: too small for {what} of {config.name}, which take {needed} "
             f"({listed}); nearest that fits: {nearest(config, device, asked, owned)}")
 
 

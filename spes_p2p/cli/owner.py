@@ -109,7 +109,8 @@ def bootstrap(
     settings = make_peer_config(
         run_dir=run_dir, listen=listen, announce=announce, invite=invite, identity=identity, metrics_port=metrics_port,
         metrics_host=metrics_host, tracker=tracker, log_level=log_level,
-        max_upload=options.rate(max_upload, "--max-upload"), max_download=options.rate(max_download, "--max-download"),
+        max_upload=options.line_limit(max_upload, "--max-upload"),
+        max_download=options.line_limit(max_download, "--max-download"),
         archive_every=archive_every, archive_keep=archive_keep,
         evaluate_tasks=evaluate_tasks or None, include_path=include_path,
     )

@@ -10,6 +10,7 @@ import typer
 
 from spes_p2p.cli import options
 from spes_p2p.cli.terminal import ProgressBar, run, waiting
+from spes_p2p.config.yaml_file import read_yaml_mapping
 from spes_p2p.errors import UserError
 from spes_p2p.observe.log import setup_logging
 
@@ -61,6 +62,8 @@ def simulate(
     as_json: options.AsJson = False,
 ) -> None:
     """Run a swarm on this machine, inject faults and check invariants. Exits with code 1 if an invariant is violated."""
+    if scenario is not None:
+        read_yaml_mapping(scenario, "scenario file")
     if virtual == processes:
         raise UserError("simulate: give either --virtual or --processes")
     from spes_p2p.testing.simulate.command import simulate_processes, simulate_virtual

@@ -122,7 +122,8 @@ def join(
         quota=None if quota is None else parse_bytes_per_day(quota, "--quota"),
         listen=listen, announce=announce, invite=invite, identity=identity, metrics_port=metrics_port,
         metrics_host=metrics_host, tracker=tracker, log_level=log_level,
-        max_upload=options.rate(max_upload, "--max-upload"), max_download=options.rate(max_download, "--max-download"),
+        max_upload=options.line_limit(max_upload, "--max-upload"),
+        max_download=options.line_limit(max_download, "--max-download"),
     )
     options.check_invitation(invite)
     options.check_data_folders(data_dir)
@@ -193,14 +194,14 @@ def _order_pause(run_dir: Path, pauses: bool, as_json: bool) -> None:
     if as_json:
         print(json.dumps(own_state_json(state), indent=2))
     elif state is None:
-        later = "starts paused" if pauses else "is not paused when you start it"
-        print(f"no trainer runs with {run_dir}; it {later}")
+        later = f"starts paused, until spes-p2p resume {run_dir}" if pauses else "does not start paused"
+        print(f"no trainer runs with {run_dir} now; the next one {later}")
     elif pauses and state.is_preparing:
         print("ordered; the trainer is still preparing and pauses before it trains")
     elif not pauses and state.trains:
         print("running: it trains")
     elif not pauses and state.waits_for_owner:
-        print("your pause is over; the owner's pause of the campaign holds, and the trainer goes on when that ends")
+        print("your pause is over; the campaign itself is paused, and the trainer goes on when that ends")
     elif not pauses and not state.reason:
         print(f"{state.line}; it trains after that")
     else:

@@ -65,7 +65,8 @@ def _loss(records: Sequence[RoundRecord]) -> Alert | None:
     if good is None or best is None:
         return None
     newest = course.latest[-1]
-    text = f"the held-out loss runs away: {human_loss(newest.loss)} after round {newest.round}, {human_loss(best.loss)} at best"
+    text = (f"the held-out loss runs away: {human_loss(newest.loss)} after round {newest.round}, "
+            f"{human_loss(best.loss)} at best in two evaluations in a row")
     return Alert("loss_runs_away", "critical", f"{text}; the base of round {good} was still good")
 
 

@@ -71,6 +71,9 @@ class OwnShare:
     """Whether it trains; one that runs may wait."""
     worth: Worth | None = None
     """None: not measured."""
+    name: str = ""
+    """What it calls itself; empty: nothing."""
+    team: str = ""
     others: tuple[str, ...] = ()
     """Other identities that have used the run-dir; what the journal has of them does not count."""
 
@@ -87,6 +90,7 @@ def own_share(
     owners: tuple[tuple[str, ...], ...] = ()
     total_rounds, own, campaign_state = planned_rounds, Contributed(peer_id), "running"
     others: dict[str, None] = {}
+    name, team = "", ""
     for at, entry in entries:
         own.see(entry)
         if isinstance(entry, PeerStarted) and entry.peer_id != peer_id:
@@ -95,6 +99,7 @@ def own_share(
             campaign_state = entry.state
         if isinstance(entry, RoundCommitted):
             commit_times[entry.round] = at
+            name, team = {peer: (its_name, its_team) for peer, its_name, its_team in entry.names}.get(peer_id, (name, team))
         if isinstance(entry, RoundCommitted | BaseRestored):
             base = entry
             total_rounds, owners = base.total_rounds or total_rounds, base.owners or owners
@@ -118,6 +123,8 @@ def own_share(
         owned=owned,
         campaign_state=campaign_state,
         trains=state is not None and state.trains,
+        name=name,
+        team=team,
         others=tuple(others),
     )
 
@@ -182,17 +189,20 @@ async def as_the_swarm_says(share: OwnShare, run_dir: Path) -> OwnShare:
 
 def render(share: OwnShare) -> str:
     """For people."""
-    until = "" if share.state == "running" else f" up to round {share.share_round}"  # others may have gone on
+    up_to, here = ("the swarm's round", " here") if share.share_round > share.round else ("round", "")
+    until = "" if share.state == "running" else f" up to {up_to} {share.share_round}"  # others may have gone on
     of_all = f", {100 * share.share:.1f} % of all{until}" if math.isfinite(share.share) else ""
     when = f"in about {human_seconds(share.next_round_s)}" if share.next_round_s else "is due"
     coming = f"; the next {when}" if math.isfinite(share.next_round_s) else ""
-    coming = coming if share.campaign_state == "running" else f"; its owner has {share.campaign_state} the campaign"
+    coming = coming if share.campaign_state == "running" else f"; the campaign is {share.campaign_state}"
     worth = share.worth
     others = ", ".join(map(short_peer, share.others))
+    called = [f"{share.name} {short_peer(share.peer_id)}".lstrip(), *([share.team] if share.team else [])]
     return "\n".join([
-        f"{short_peer(share.peer_id)} · {state_line(share.state, share.detail, share.trains)}",
+        f"{', '.join(called)} · {state_line(share.state, share.detail, share.trains)}",
         f"  tokens   {human_count(share.tokens)} trained here are in the model{of_all}",
-        f"  rounds   work of this trainer in {share.rounds}; the base is of round {share.round}/{share.total_rounds}{coming}",
+        f"  rounds   work of this trainer in {share.rounds}; the base{here} is of round {share.round}/{share.total_rounds}"
+        f"{coming}",
         f"  experts  {human_indices(share.experts)} now; {human_count(share.expert_steps)} steps of experts in all",
         f"  time     {human_seconds(3600 * share.hours)} in training steps, by this machine's clock",
         *([f"  journal  other entries are another identity's ({others}) and do not count here"] if others else []),

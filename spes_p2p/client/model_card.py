@@ -65,10 +65,10 @@ def told_orders(origin: Origin) -> list[tuple[int, str]]:
     """Return the orders as a person reads them: what ends a pause is called as in `control` and in the log."""
     told, was_paused = list[tuple[int, str]](), False
     for number, order in origin.orders:
-        state = order.partition(",")[0]
-        resumed = ["resumed"] if was_paused and state not in ("paused", "stopped") else []
+        is_paused = order.startswith("paused")
+        resumed = ["resumed"] if was_paused and not is_paused and not order.startswith("stopped") else []
         told.append((number, ", ".join([*resumed, *([order] if order else [])]) or "as planned"))
-        was_paused = state == "paused"
+        was_paused = is_paused
     return told
 
 

@@ -96,7 +96,7 @@ def _figures(origin: Origin, records: Sequence[RoundRecord], course: str) -> lis
         ("held-out loss", _first_to_last([(record.round, record.validation_loss) for record in held_out])),
         ("bytes on this peer", f"{sent} sent, {received} received in {counted(len(own), 'round')}"),
         ("failed attempts on this peer", str(sum(record.failed_attempts for record in own))),
-        ("dropped parts", str(sum(record.dropped_parts for record in trained))),
+        ("parts left out", str(sum(record.dropped_parts for record in trained))),
     ]
     return [row for row in rows if row[1]]
 

@@ -31,6 +31,7 @@ def plots(records: Sequence[RoundRecord]) -> list[tuple[str, str]]:
     evaluated = [record for record in records if math.isfinite(record.validation_loss)]
     held_out = [evaluated[i] for i in thinned(len(evaluated), MAX_POINTS)]
     own = [record for record in kept if not record.teller]
+    measured = {record.round: record for record in trained if not record.teller}
 
     def losses(x: Callable[[RoundRecord], float]) -> Callable[[Axes], None]:
         return lambda axes: _lines(
@@ -39,8 +40,14 @@ def plots(records: Sequence[RoundRecord]) -> list[tuple[str, str]]:
         )
 
     def traffic(axes: Axes) -> None:
-        _lines(axes, ("sent", BLUE, [(record.round, record.sent_bytes) for record in own]),
-               ("received", ORANGE, [(record.round, record.received_bytes) for record in own]))
+        first, last = trained[0].round, trained[-1].round
+        numbers = [first + i for i in thinned(last - first + 1, MAX_POINTS)]
+
+        def in_each_round(count: Callable[[RoundRecord], int]) -> Points:
+            return [(number, count(measured[number]) if number in measured else math.nan) for number in numbers]
+
+        _lines(axes, ("sent", BLUE, in_each_round(lambda record: record.sent_bytes)),
+               ("received", ORANGE, in_each_round(lambda record: record.received_bytes)), has_gaps=True)
         _from_zero(axes)
 
     drawn = [
@@ -53,11 +60,12 @@ def plots(records: Sequence[RoundRecord]) -> list[tuple[str, str]]:
     return [(caption, _svg(draw, caption, tokens)) for caption, has_data, tokens, draw in drawn if has_data]
 
 
-def _lines(axes: Axes, *lines: tuple[str, str, Points]) -> None:
+def _lines(axes: Axes, *lines: tuple[str, str, Points], has_gaps: bool = False) -> None:
+    """Draw (name, color, points). Where a value is unknown, a line goes on, or ends if it `has_gaps`."""
     for name, color, points in lines:
         known = [point for point in points if math.isfinite(point[1])]
         if known:
-            axes.plot([x for x, _ in known], [y for _, y in known], color=color, linewidth=1.6, label=name,
+            axes.plot(*zip(*(points if has_gaps else known), strict=True), color=color, linewidth=1.6, label=name,
                       marker="o" if len(known) <= 40 else None, markersize=3)
     if len(axes.lines) > 1:
         _legend(axes)

@@ -27,6 +27,7 @@ from spes_p2p.config.types import (
     Count,
     Decay,
     Devices,
+    DialledAddr,
     DisplayName,
     Fraction,
     IPAddress,
@@ -392,7 +393,7 @@ class PeerConfig(Section):
         None, description="Upload limit in bits per second (--max-upload 20mbit). Default: no limit.")
     max_download: Annotated[float, Field(ge=SLOWEST_LINE_BITS)] | None = Field(
         None, description="Download limit in bits per second (--max-download 50mbit). Default: no limit.")
-    announce: tuple[Multiaddr, ...] = Field(
+    announce: tuple[DialledAddr, ...] = Field(
         (), description="Addresses that other peers dial, for use behind NAT. Default: the addresses listened on.")
     data_dir: tuple[Path, ...] = Field(
         (), description="Local folders with token files of the campaign; missing files come from the swarm.")
@@ -471,7 +472,7 @@ def _check_schema(raw: Mapping[str, Any], where: str) -> None:
 def make_peer_config(**options: object) -> PeerConfig:
     """Validate command-line options; None: not given. Raises UserError naming the option."""
     given = {name: value for name, value in options.items() if value is not None}
-    return validated(PeerConfig, given, lambda location: "", _option)
+    return validated(PeerConfig, given, _option)
 
 
 def _option(location: Location) -> str:

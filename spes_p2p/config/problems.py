@@ -45,22 +45,24 @@ def dotted(location: Location) -> str:
     return ".".join(map(str, location))
 
 
-def validated(
-    model: type[M], values: Mapping[str, Any], where: Callable[[Location], str], name: Callable[[Location], str] = dotted
-) -> M:
+def validated(model: type[M], values: Mapping[str, Any], where: Callable[[Location], str]) -> M:
     """Return the validated settings, or raise UserError for one problem.
 
     Unknown fields are reported first: a misspelt field is also a missing one. `where` maps a field to the place that sets it
-    ("" if there is none), `name` to the name shown to the user.
+    ("" if there is none); an option, --NAME, is shown in place of the field.
     """
     try:
         return model.model_validate(values)
     except ValidationError as error:
         problems = error.errors()
     problem = next((each for each in problems if each["type"] in _UNKNOWN), problems[0])
-    location, message = _describe(problem, model, name)
+    location, message = _describe(problem, model, lambda location: _option(where(location)) or dotted(location))
     place = where(location)
-    raise UserError(f"{place}: {message}" if place else message)
+    raise UserError(message if not place or _option(place) else f"{place}: {message}")
+
+
+def _option(place: str) -> str:
+    return place if place.startswith("--") else ""
 
 
 def _describe(problem: ErrorDetails, model: type[BaseModel], name: Callable[[Location], str]) -> tuple[Location, str]:
@@ -76,7 +78,8 @@ def _describe(problem: ErrorDetails, model: type[BaseModel], name: Callable[[Loc
         rule = broken["rule"]
         if broken["field"]:
             location, value = (*location, *broken["field"].split(".")), broken["value"]
-    return location, f"{name(location)} = {_shown(value)}: {rule}"
+    named = name(location)
+    return location, f"{named}{' ' if _option(named) else ' = '}{_shown(value)}: {rule}"
 
 
 def _advice(location: Location, sections: Mapping[Location, type[BaseModel]]) -> str:

@@ -65,6 +65,9 @@ DisplayName = Annotated[str, checked(
     f"must be 1 to {LONGEST_NAME} letters, digits, spaces, hyphens, '_', '.' or apostrophes, with a letter among them",
     is_display_name)]
 Multiaddr = Annotated[str, checked("must be a multiaddress such as /ip4/0.0.0.0/tcp/31337", _is_multiaddr)]
+DialledAddr = Annotated[str, checked(
+    "must be a multiaddress at which others reach this machine, such as /ip4/203.0.113.7/tcp/31337",
+    lambda address: _is_multiaddr(address) and not address.startswith(("/ip4/0.0.0.0/", "/ip6/::/")))]
 IPAddress = Annotated[str, checked(
     "must be an address of this machine such as 127.0.0.1, or 0.0.0.0 for all of them",
     lambda host: is_host("ip6" if ":" in host else "ip4", host))]

@@ -204,6 +204,8 @@ def describe(control: Control | None, round_number: int) -> str:
     words: list[str] = [] if control.state == "running" else [control.state]
     if control.rollback >= 0:
         words.append(f"rolled back to round {control.rollback}")
+    if control.by_guard and words:
+        words[0] += " (by the guard: the held-out loss ran away)"
     if control.requires is not None:
         words.append(f"protocol {control.requires.protocol} required from round {control.requires.from_round} on")
     if control.banned:
@@ -231,7 +233,8 @@ def describe_news(control: Control, before: Control | None, round_number: int) -
     fresh = tuple((Counter(control.changes) - Counter(known.changes)).elements())
     requires = None if control.requires == known.requires else control.requires
     state = "running" if control.state == known.state else control.state
-    ordered = replace(control, state=state, changes=fresh, banned=(), audited=(), requires=requires)
+    by_guard = control.by_guard and control.state == state
+    ordered = replace(control, state=state, changes=fresh, banned=(), audited=(), requires=requires, by_guard=by_guard)
     words = ["resumed"] if control.state == "running" != known.state else []
     words += [text] if (text := describe(ordered, round_number)) else []
     for verb, now, then in (("banned", control.banned, known.banned), ("audited", control.audited, known.audited)):

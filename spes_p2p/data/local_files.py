@@ -110,11 +110,12 @@ def _fingerprint(path: Path, file: TokenFile, vocab_size: int) -> list[Any]:
 
 
 def _read_verified(path: Path | None) -> dict[str, Any]:
-    """Return the fingerprints of verified files; empty if the record is missing or unreadable, so all are verified again."""
-    if path is None:
-        return {}
+    """Return the fingerprints of verified files; empty if the record is missing or damaged, so all are verified again."""
     try:
-        known = json.loads(path.read_bytes())
+        known = json.loads(path.read_bytes()) if path is not None and path.exists() else {}
     except (OSError, ValueError):
-        return {}
-    return known if isinstance(known, dict) else {}
+        known = None
+    if isinstance(known, dict):
+        return known
+    logger.warning("%s: damaged; verifying the text on this machine again", path)
+    return {}

@@ -96,6 +96,8 @@ class Control:
     """At most one of each peer, sorted. Each ends an exclusion with the first commit whose record has it."""
     audited: Annotated[tuple[PeerId, ...], MaxLen(MAX_BANNED)] = ()
     """Peers of which each phase is drawn for an audit, where phases are audited. Sorted."""
+    by_guard: bool = False
+    """Whether the owner's bootstrap peer ordered the pause, or else the rollback, by itself: the held-out loss ran away."""
 
 
 @dataclass(frozen=True)

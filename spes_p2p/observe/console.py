@@ -295,7 +295,7 @@ class RoundLog:
         """Report what an order changes; of orders that were in force before this peer came only that it waits."""
         is_old, self._is_new = self._is_new, False
         if is_old:
-            return f"ordered by the owner: {event.state}" if event.state != "running" else None
+            return f"ordered by the owner: {event.order.split(', ')[0]}" if event.state != "running" else None
         return f"{self._nth(event.round)} · ordered by the owner: {event.news}" if event.news else None
 
     def _restored(self, event: BaseRestored) -> str:
@@ -377,7 +377,7 @@ class RoundLog:
             parts.append(f"rounds wait for this link: {human_count(8 * event.upload)}bit/s up, the others' median is "
                          f"{human_count(8 * event.median_upload)}bit/s; fewer --experts send less")
         if event.dropped_parts:
-            parts.append(f"{event.dropped_parts} of {event.parts} parts dropped")
+            parts.append(f"{event.dropped_parts} of {event.parts} parts left out")
         return parts
 
     def _quota(self, event: events.QuotaForecast) -> str | None:

@@ -153,7 +153,7 @@ METRICS = (
     _counter("spes_round_failures_total",
              f"Attempts at a round that did not commit, by reason: {', '.join(FAILURE_REASONS)}.",
              events.RoundFailed, lambda e: {e.reason: 1}, "reason"),
-    _counter("spes_dropped_parts_total", "Parts dropped from committed rounds; the base is unchanged there.",
+    _counter("spes_dropped_parts_total", "Parts left out of committed rounds; the base is unchanged there.",
              RoundCommitted, lambda e: e.dropped_parts),
     _counter("spes_dropped_tokens_total", "Tokens whose pending work was discarded.", events.WorkDropped, lambda e: e.tokens),
     _counter("spes_reforms_total", "Reforms after the loss of most electors or of all peers with the newest base.",

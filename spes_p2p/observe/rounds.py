@@ -79,7 +79,8 @@ def totals_of(records: Iterable[RoundRecord]) -> Totals:
         for each in record.contributions:
             tokens, steps = sums.get(each.peer, (0, 0))
             sums[each.peer] = tokens + each.tokens, steps + each.expert_steps
-    return Totals(newest, tuple(Contribution(peer, *sums[peer]) for peer in sorted(sums) if any(sums[peer])), names)
+    named = {peer: each for peer, each in names.items() if each.name or each.team}
+    return Totals(newest, tuple(Contribution(peer, *sums[peer]) for peer in sorted(sums) if any(sums[peer])), named)
 
 
 def merged(known: RoundRecord | None, other: RoundRecord) -> RoundRecord:

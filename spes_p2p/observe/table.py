@@ -205,9 +205,14 @@ def _peer_table(swarm: SwarmStatus) -> Table:
     for name in ("up", "down", "sync"):
         table.add_column(name, justify="right", no_wrap=True)
     for status in swarm.peers:
-        waits = swarm.awaits_trainers and status.stage == "announcing"
-        table.add_row(*_peer_row(replace(status, stage="waiting") if waits else status, experts))
+        table.add_row(*_peer_row(replace(status, stage=_stage(status, swarm)), experts))
     return table
+
+
+def _stage(status: PeerStatus, swarm: SwarmStatus) -> str:
+    if swarm.done and status.round >= min(swarm.round, status.total_rounds):
+        return "done"
+    return "waiting" if swarm.awaits_trainers and status.stage == "announcing" else status.stage
 
 
 def _peer_row(status: PeerStatus, experts: int) -> tuple[Text, ...]:

@@ -46,6 +46,14 @@ def human_bytes(size: float) -> str:
     return f"{size:.0f} B"
 
 
+def human_memory(size: int) -> str:
+    """As `human_bytes`, but a whole number of MiB or GiB in this unit: 25769803776 -> '24 GiB', for what a person typed."""
+    for power, suffix in ((30, "GiB"), (20, "MiB")):
+        if size % 2**power == 0 and 0 < size >> power < 10_000:
+            return f"{size >> power} {suffix}"
+    return human_bytes(size)
+
+
 def human_bytes_up(size: int) -> str:
     """1234567 -> '1.24 MB': as `human_bytes`, but never less than the size, for what has to suffice."""
     step = 10 ** max(0, len(str(size)) - 3)

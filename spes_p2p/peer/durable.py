@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 from typing import TypeVar
 
@@ -14,6 +15,7 @@ from spes_p2p.storage.interfaces import Store
 from spes_p2p.storage.store import frame_record, parse_records
 
 T = TypeVar("T")
+logger = logging.getLogger(__name__)
 
 
 def open_participant(
@@ -21,7 +23,8 @@ def open_participant(
 ) -> Participant:
     """Open the consensus core from its files. Damaged ones are replaced; raises UserError when that fails."""
     records = store.records(LOG)
-    files = Files(read_record(store, VOTES), records, read_record(store, CONTROL))
+    votes = read_record(store, VOTES, "this peer casts no vote until a commit lists its new ones, as a rule in two rounds")
+    files = Files(votes, records, read_record(store, CONTROL, "other peers have the owner's orders"))
     participant = Participant(identity, genesis, files, rng, is_valid)
     if participant.log.intact < len(records):
         store.replace_log(LOG, records[: participant.log.intact])
@@ -44,11 +47,16 @@ def perform(store: Store, participant: Participant, output: Output[T]) -> T:
     return output.reply
 
 
-def read_record(store: Store, name: str) -> bytes | None:
-    """Return the only record of a file; None when it is missing or damaged."""
+def read_record(store: Store, name: str, follows: str = "it is made anew") -> bytes | None:
+    """Return the only record of a file; None when it is missing, or damaged, which is logged with what `follows`."""
     blob = store.read(name)
-    records = parse_records(bytes(blob)) if blob is not None else []
-    return records[0] if len(records) == 1 else None
+    if blob is None:
+        return None
+    records = parse_records(bytes(blob))
+    if len(records) == 1:
+        return records[0]
+    logger.warning("the file %r in this run-dir is damaged; %s", name, follows)
+    return None
 
 
 def voter_incarnation(store: Store, rng: random.Random) -> str:

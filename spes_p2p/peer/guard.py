@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, field
+import math
+from dataclasses import dataclass, field, replace
 
 from spes_p2p.campaign.orders import CampaignView, pause, rollback
 from spes_p2p.consensus.control import is_paused, owner_of, runs, signed
@@ -65,14 +66,15 @@ class Guard:
         self._remember(_Memory(course, self._memory.returned_to))
         good, order = course.last_good_round, node.controls.newest
         if good is not None and runs(order) and order == node.log.last.control:
-            self._act(good, evaluation)
+            self._act(good, evaluation, plan)
 
     def _remember(self, memory: _Memory) -> None:
         self._memory = memory
         self._node.world.store.write(GUARD, [frame_record(pack(memory))])
 
-    def _act(self, good: int, newest: HeldOut) -> None:
-        node = self._node
+    def _act(self, good: int, newest: HeldOut, plan: Plan) -> None:
+        node, best = self._node, self._memory.course.best
+        assert best is not None
         archived = archived_rounds(node.world.store)
         target = max((kept for kept in archived if kept <= good), default=-1)
         view = CampaignView(
@@ -85,20 +87,33 @@ class Guard:
         )
         if target < 0 or target == self._memory.returned_to:
             why = "no base of then is archived" if target < 0 else f"a rollback to round {target} did not help"
+            passes = plan.cursor.epoch + plan.cursor.position / node.rules.num_samples
             logger.error(
-                "%s; %s: pausing the campaign; look for peers in 'clipped' warnings and ban them, or reduce the learning rate; "
-                "continue with spes-p2p control ADDRESS --key KEY resume, with the key of this peer", found, why,
+                "%s; %s: pausing the campaign; %s; continue with spes-p2p control ADDRESS --key KEY resume, with the key of "
+                "this peer", found, why, advice(best.loss, plan.loss if plan.tokens else math.inf, passes, target),
             )
             order = pause(view)
         else:
             logger.error("%s; rolling back to round %d", found, target)
             order = rollback(target, view)
         self._remember(_Memory(self._memory.course.without_latest(), target))
-        node.decisions.take_control(signed(order, node.world.identity))
+        node.decisions.take_control(signed(replace(order, by_guard=True), node.world.identity))
+
+
+def advice(best_loss: float, training_loss: float, passes: float, archived: int) -> str:
+    """Return what to do about a loss that has run away.
+
+    `best_loss`: held-out. `passes`: how often the text was read. `archived`: round of a good base; -1: none.
+    """
+    if passes > 1 and training_loss < best_loss:
+        back = f"order rollback {archived} and stop, or " if archived >= 0 else ""
+        return (f"the training loss is {training_loss:.3g} and the text was read {passes:.1f} times, so the model probably "
+                f"overfits: {back}start a campaign with more text")
+    return "look for peers in 'clipped' warnings and ban them, or reduce the learning rate"
 
 
 def _read(store: Store) -> _Memory:
-    record = read_record(store, GUARD)
+    record = read_record(store, GUARD, "held-out losses are compared from now on only")
     try:
         return unpack(_Memory, record) if record is not None else _Memory()
     except WireError:

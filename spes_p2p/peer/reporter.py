@@ -154,9 +154,13 @@ class EventReporter:
             self._observer(Controlled(commit.round, control.number, control.state, order, news))
 
     def _new_names(self, plan: Plan) -> tuple[tuple[str, str, str], ...]:
-        """Return members that call themselves otherwise than was reported here before: id, name, team."""
+        """Return members that call themselves otherwise than was reported here before: id, name, team.
+
+        This peer counts as one after each start, since it may have had a name before.
+        """
         said = {each.peer: (each.name, each.team) for each in plan.members if each.trains}
-        changed = [peer for peer, named in said.items() if named != self._names.get(peer, ("", ""))][:MAX_NAMES]
+        known = dict.fromkeys(said.keys() - {self._node.peer_id}, ("", "")) | self._names
+        changed = [peer for peer, named in said.items() if named != known.get(peer)][:MAX_NAMES]
         self._names.update((peer, said[peer]) for peer in changed)
         return tuple((peer, *said[peer]) for peer in changed)
 

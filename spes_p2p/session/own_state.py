@@ -25,7 +25,7 @@ from spes_p2p.observe.json_values import to_json
 
 STATE_FILE, ORDER_FILE = "own_state.json", "pause"
 PREPARING, DONE = "preparing", "done"
-OWNERS_PAUSE = "the owner has paused the campaign"
+OWNERS_PAUSE = "the campaign is paused"
 LOCK_TRIES, LOCK_AGAIN_S = 5, 0.02
 """A reader that looks whether a trainer runs holds the lock for a moment."""
 
@@ -166,6 +166,11 @@ def require_used(run_dir: Path) -> None:
     if not run_dir.is_dir():
         raise UserError(f"{run_dir}: no such folder; give the run-dir of your trainer")
     if not os.path.lexists(run_dir / STATE_FILE):
+        from spes_p2p.session.run_dir import ADDRESS_FILE  # imports numpy
+
+        if (run_dir / ADDRESS_FILE).is_file():
+            raise UserError(f"{run_dir}: the run-dir of a bootstrap peer, which does not train; give that of a trainer (to "
+                            "pause the whole campaign: spes-p2p control)")
         raise UserError(f"{run_dir}: no trainer has used this folder; give the run-dir of your trainer")
 
 

@@ -8,6 +8,7 @@ both; what this process exchanged is known and subtracted.
 from __future__ import annotations
 
 import json
+import logging
 from collections import deque
 from contextlib import suppress
 from dataclasses import replace
@@ -23,6 +24,8 @@ from spes_p2p.observe.events import BaseRestored, Event, RoundCommitted
 from spes_p2p.observe.json_values import to_json
 from spes_p2p.session.pause_rules import Traffic
 from spes_p2p.storage.files import write_whole
+
+logger = logging.getLogger(__name__)
 
 TRAFFIC_FILE = "traffic.json"
 HEADERS = 1.05
@@ -40,8 +43,12 @@ class TrafficMeter:
     def __init__(self, run_dir: Path):
         self._path = run_dir / TRAFFIC_FILE
         self._traffic = Traffic("", 0)
-        with suppress(OSError, ValueError):
+        try:
             self._traffic = replace(_TRAFFIC.validate_json(self._path.read_bytes()), round_began_bytes=None, joined_bytes=0)
+        except FileNotFoundError:
+            pass
+        except (OSError, ValueError):
+            logger.warning("%s: damaged; what was sent and received today before now does not count", self._path)
         self._rounds = deque([self._traffic.round_bytes], maxlen=KEPT_ROUNDS)
         self._daemon: psutil.Process | None = None
         self._counted = 0
