@@ -22,7 +22,7 @@ from spes_p2p.rounds import parts as parts_module
 from spes_p2p.rounds.cells import make_cells
 from spes_p2p.rounds.parts import part_table, pulls, to_mask, traffic
 from spes_p2p.rounds.planned import Member, Place
-from spes_p2p.rounds.regions import SMALLEST_REGION, regions_of
+from spes_p2p.rounds.regions import SMALLEST_REGION, VISIT_EVERY, regions_of
 from spes_p2p.testing.memory_network import MemoryNetwork
 from spes_p2p.testing.simulate.swarm import VirtualSwarm, campaign, simulate
 
@@ -164,17 +164,23 @@ def test_a_region_whose_own_lines_are_slow_belongs_to_the_one_that_it_calls_near
     assert places(TWO | {4: {0, 1, 2, 3, 5, 6, 7}}) == ["0 1 2 3", "4 5 6 7"], "one member alone unites nothing"
 
 
-def test_a_peer_that_reduces_nothing_joins_those_that_it_calls_near_if_these_are_in_one_region() -> None:
-    near = TWO | {8: {0, 1}, 9: {5}, 10: {9, 4, 12}}
+def test_who_reduces_nothing_is_in_the_only_region_of_whose_reducers_it_calls_most_near() -> None:
+    near = TWO | {8: {0, 1, 2, 4}, 9: {4, 5}, 10: {9, 5, 6, 12}}
     for round_number in (0, 1):
-        assert places(near, round_number, undialled=(8, 9, 10)) == ["0 1 2 3 8", "4 5 6 7 9 10"]
-    assert places(near, 0) == ["0 1 2 3 (8) (10)", "4 5 6 7 (9)"], "others have to call it near, too"
+        assert places(near, round_number, undialled=(7, 8, 9, 10)) == ["0 1 2 3 8", "4 5 6 7 9 10"]
+
+
+def test_a_newcomer_to_whom_nobody_has_sent_is_so_too_but_visits_each_region_in_turn() -> None:
+    near = TWO | {8: {0, 1, 2}}
+    assert [places(near, round_number) for round_number in (1, 2, VISIT_EVERY - 1)] == [["0 1 2 3 8", "4 5 6 7"]] * 3
+    assert places(near, VISIT_EVERY) == ["0 1 2 3", "4 5 6 7 (8)"]
+    assert places(near, 2 * VISIT_EVERY) == ["0 1 2 3 (8)", "4 5 6 7"]
 
 
 def test_others_are_guests_of_each_region_in_turn() -> None:
-    near = TWO | {8: {1, 5}, 9: set(), 10: {11}, 11: {10}}
-    assert places(near, 0) == ["0 1 2 3 (8) (10)", "4 5 6 7 (9) (11)"]
+    near = TWO | {8: {0, 1, 2, 4, 5, 6}, 9: set(), 10: {11}, 11: {10}}
     assert places(near, 1) == ["0 1 2 3 (9) (11)", "4 5 6 7 (8) (10)"]
+    assert places(near, 2) == ["0 1 2 3 (8) (10)", "4 5 6 7 (9) (11)"]
 
 
 def test_few_trainers_and_those_whom_nobody_can_dial_begin_no_region() -> None:

@@ -17,16 +17,19 @@ from spes_p2p.rounds.planned import Place
 
 SMALLEST_REGION = 4
 """Trainers. The hubs of a smaller one could not tell an update that stands out, and a reducer clips no cell's mean."""
+VISIT_EVERY = 8
+"""In one round of this many, who is in a region only by its own word is a guest, so that it measures other lines, too."""
 
 
 def regions_of(announcements: Mapping[str, Announcement], last_members: Sequence[str], round_number: int) -> dict[str, Place]:
     """Return each announcing peer's place. `last_members`: of the commit that the announcements name.
 
     A region begins with SMALLEST_REGION trainers that are connected by pairs which call each other near. Two of these are one
-    if one calls most members of the other near: then its own lines are slow, not the line between. Who is in none because it
-    reduces nothing, so that nobody sends to it, joins the only one that has some which it calls near. The others are guests of
-    each region in turn, round by round, and so measure the lines to all: one that has met a single region may call a member
-    near only because it is less far than others.
+    if one calls most members of the other near: then its own lines are slow, not the line between. Nobody sends to a newcomer,
+    or to one that reduces little or nothing, so others cannot call these near: each joins the only region of whose reducers it
+    calls most near. The others are guests of each region in turn, round by round, and so measure the lines to all. One that has
+    met a single region may call its members near only because they are less far than others, so who joined one by its own word
+    is sometimes a guest, too, unless it reduces nothing anyway.
     """
     peers = sorted(announcements)
     at = {peer: place for place, peer in enumerate(peers)}
@@ -44,11 +47,17 @@ def regions_of(announcements: Mapping[str, Announcement], last_members: Sequence
         return dict.fromkeys(peers, Place())
     places = {}
     for peer, place in at.items():
-        own = [k for k, region in enumerate(regions) if place in region] or [
-            k for k, region in enumerate(regions) if calls[place, region].any() and not is_able[place]
-        ]
-        places[peer] = Place(own[0]) if len(own) == 1 else Place((place + round_number) % len(regions), is_guest=True)
+        own = [k for k, region in enumerate(regions) if place in region]
+        if not own and (round_number % VISIT_EVERY or not is_able[place]):
+            own = [k for k, region in enumerate(regions) if _calls_most(calls[place], is_able, region)]
+        turn = round_number if round_number % VISIT_EVERY else round_number // VISIT_EVERY
+        places[peer] = Place(own[0]) if len(own) == 1 else Place((place + turn) % len(regions), is_guest=True)
     return places
+
+
+def _calls_most(calls: np.ndarray, is_able: np.ndarray, region: list[int]) -> bool:
+    """Return whether a peer calls most of a region's reducers near. `calls`: bool `[peers]`."""
+    return bool(calls[region][is_able[region]].mean() > 0.5)
 
 
 def _connected(mutual: np.ndarray) -> Iterator[list[int]]:
