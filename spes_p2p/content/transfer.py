@@ -130,6 +130,9 @@ class ContentServer:
         self._endpoint = endpoint
         self.admit: dict[ContentKind, Admit] = {}
         """For kinds that not everybody may have: raises Refused for a peer that may not have the content of this name."""
+        self.is_due: dict[ContentKind, Callable[[str, str], bool]] = {}
+        """For kinds of which strangers get a bounded share of the line: whether a peer gets the content of this name at once,
+        instead of in its turn among the long answers to strangers."""
         self._turns: dict[ContentKind, _Turns] = {}
 
     async def serve(self, kind: ContentKind, source: Source, peers_at_once: int | None = None) -> None:
@@ -145,7 +148,10 @@ class ContentServer:
                 self.admit[kind](stream.remote, request.name)
             with self._upload(kind, stream, peers_at_once) as upload:
                 for index in request.pieces:
-                    await self._send(stream, await stream.alive(source(request.name, index)), upload)
+                    body = await stream.alive(source(request.name, index))
+                    if body and kind in self.is_due and not self.is_due[kind](stream.remote, request.name):
+                        await stream.alive(self._endpoint.shares.answer(stream.remote, len(body)))
+                    await self._send(stream, body, upload)
 
         await self._endpoint.serve(kind, answer)
 
