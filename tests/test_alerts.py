@@ -81,6 +81,15 @@ def test_a_swarm_without_trainers_is_asleep_and_misses_no_elector() -> None:
     assert found(done) == []
 
 
+def test_a_schedule_without_a_vouched_trainer_waits() -> None:
+    swarm = changed(synthetic_swarm(3, 4, 12), vouched_alive=0)
+    assert found(swarm) == [("no_vouched_trainer", "warning")]
+    first = changed(swarm, owners=(), round=0, total_rounds=12)
+    assert found(first) == [("no_vouched_trainer", "critical")]
+    assert found(changed(swarm, vouched_alive=1)) == found(changed(swarm, vouched_alive=None)) == []
+    assert found(changed(swarm, round=swarm.statuses[0].total_rounds)) == found(changed(swarm, state="stopped")) == []
+
+
 def test_no_round_for_three_usual_ones_and_five_minutes() -> None:
     swarm = synthetic_swarm(4, 8, 30)
     last = swarm.now - swarm.records[-1].time

@@ -450,3 +450,5 @@ def test_everybody_has_one_checker_which_is_another_member(names: list[str], com
     assert all(peer != checker for peer, checker in found.items())
     if len(names) > 1:
         assert set(checkers(commit, "open").values()) <= set(names[:2])
+        all_vouched = replace(commit, vouched=tuple(range(len(names))))
+        assert checkers(all_vouched, "open") == checkers(all_vouched, "friends")

@@ -69,6 +69,36 @@ def test_while_the_swarm_assembles_each_change_says_how_many_trainers_are_there(
     assert log.messages[1:] == [f"waiting for trainers: {count} of the 3 that the first round needs" for count in (0, 1, 2)]
 
 
+def test_a_stranger_says_once_and_then_each_minute_that_round_0_waits_for_a_vouched_trainer(
+    log: pytest.LogCaptureFixture,
+) -> None:
+    clock, seen = Clock(), PeersSeen(2, 1, ("helper", "peer-aaaaaa", "peer-bbbbbb"), (), 0)
+    board = new_board(clock, "peer-aaaaaa", "trainer")
+    trainer = to_all(board.update, RoundLog(board, clock, min_peers=2).show)
+    trainer(BaseRestored(-1, 0, 50, 0, "d", "download", ((), ()), 10))
+    trainer(StateEntered("announcing"))
+    why = "round 0 waits for a trainer that the owner vouches for; the owner invites one with --roles trainer,elector, or "
+    why += "begins anew with sync.min_peers: 0"
+    for _ in range(3):
+        trainer(seen)
+    clock.now += HEARTBEAT_S
+    trainer(seen)
+    trainer(replace(seen, vouched=1))
+    assert log.messages[1:] == [why, f"waiting for 1m00s: {why}"]
+
+
+@pytest.mark.parametrize("role", ["helper", "trainer"])
+def test_a_peer_says_once_that_the_schedule_waits_for_a_vouched_trainer(role: str, log: pytest.LogCaptureFixture) -> None:
+    peer = console_of(Clock(), "peer-aaaaaa", role)
+    seen = PeersSeen(2, 1, ("peer-aaaaaa", "peer-bbbbbb"), (), 0)
+    peer(seen)
+    peer(commit(3))
+    for event in (seen, seen, seen, replace(seen, vouched=1), seen, replace(seen, vouched=None), seen, seen):
+        peer(event)
+    why = "rounds go on, but the schedule waits for a trainer that the owner vouches for; the owner invites one with --roles"
+    assert [message for message in log.messages if "vouches" in message] == [f"{why} trainer,elector"] * 2
+
+
 def test_who_got_the_base_after_it_saw_the_others_says_that_it_waits(log: pytest.LogCaptureFixture) -> None:
     clock = Clock()
     board = new_board(clock, "peer-aaaaaa", "trainer")
@@ -381,14 +411,16 @@ def test_the_line_of_a_peer_that_waits_for_the_first_trainers_counts_them() -> N
     line = ProgressLine(board, console)
     peer, told = to_all(board.update, line.update), list[str]()
     peer(BaseRestored(-1, 0, 100, 0, "d", "disk", ((), ())))
-    for event in (StateEntered("announcing"), PeersSeen(1, 1, (), ()), PeersSeen(2, 1, (), ()), StateEntered("waiting")):
+    for event in (StateEntered("announcing"), PeersSeen(1, 1, (), ()), PeersSeen(2, 1, (), ()), PeersSeen(2, 1, (), (), 0),
+                  StateEntered("waiting")):
         peer(event)
         with console.capture() as shows:
             console.print(line.renderable)
         told.append(shows.get().split("  ")[0].strip())
     waiting = [f"waiting for trainers: {count} of 2" for count in (0, 1)]
-    lines = [*waiting, "round 0 · waiting for the plan", "round 0 · serving"]
-    assert [text.startswith(line) for text, line in zip(told, lines, strict=True)] == [True] * 4, told
+    vouched = "waiting for a trainer that the owner vouches for"
+    lines = [*waiting, "round 0 · waiting for the plan", vouched, "round 0 · serving"]
+    assert [text.startswith(line) for text, line in zip(told, lines, strict=True)] == [True] * 5, told
 
 
 def test_without_a_terminal_there_is_no_live_line() -> None:

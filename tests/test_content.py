@@ -660,13 +660,49 @@ def test_peers_that_take_a_little_at_a_time_keep_nobody_out(fast: int) -> None:
     simulate(main)
 
 
+@pytest.mark.parametrize(
+    ("bytes_per_s", "late_s"), [(0.5 * SLOWEST_LINE_BITS / 8, 0.0), (1e9, SETTLED_S)], ids=["slow", "late"]
+)
+def test_strangers_that_download_for_ever_keep_out_nobody_whom_the_owner_vouches_for(bytes_per_s: float, late_s: float) -> None:
+    async def main() -> float:
+        network, body = MemoryNetwork(latency_s=0.05), bytes(4 * CHUNK_BYTES)
+        donor = RpcEndpoint(network.transport("A"), 5.0)
+        donor.shares.is_trusted = lambda peer: peer == "vouched"
+        network.set_bandwidth("A", 8 * SLOWEST_LINE_BITS / 8, 1e9)
+        network.set_bandwidth("vouched", 1e9, bytes_per_s)
+        server = ContentServer(donor)
+
+        async def source(name: str, index: int) -> Body | None:
+            return body
+
+        await server.serve("base", source, 4)
+        content, got = listed("base", "x", content_digest(body) * 10**4, len(body)), list[int]()
+
+        async def download(name: str, after_s: float, got: list[int]) -> None:
+            await asyncio.sleep(after_s)
+            fetcher = Fetcher(RpcEndpoint(network.transport(name), 5.0), VISITORS_PATIENCE_S)
+
+            async def keep(index: int, body: Body) -> None:
+                got.append(len(body))
+
+            await fetcher.fetch(content, range(10**4), [fetcher.peers(["A"])], keep)
+
+        strangers = [asyncio.ensure_future(download(f"stranger-{number}", 1.0, [])) for number in range(8)]
+        vouched = asyncio.ensure_future(download("vouched", late_s, got))
+        await asyncio.sleep(300.0)
+        await end_tasks([vouched, *strangers])
+        return sum(got) / 300.0
+
+    assert simulate(main) > 0.4 * SLOWEST_LINE_BITS / 8
+
+
 def test_who_asks_for_what_is_not_here_gets_no_place_before_others() -> None:
     turns, now = _Turns(), 0.0
 
     def ask(peer: str) -> bool:
         """Of one peer at a time; False: busy."""
         try:
-            has_waited = turns.admit(peer, 1, now, lambda peer: False)
+            has_waited = turns.admit(peer, 1, now, lambda peer: False, lambda peer: False)
         except Refused:
             return False
         turns.uploads[peer] = _Upload(now, streams={cast(Stream, object())}, has_waited=has_waited)

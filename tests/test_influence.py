@@ -174,11 +174,11 @@ def test_of_two_contributors_the_less_trusted_one_is_measured_by_the_other(
 ) -> None:
     updates, mean = [honest(1)[0]] * 2, np.empty(SIZE, np.float32)
 
-    def found(factor: float, tokens: int = 10) -> tuple[int, ...]:
+    def found(factor: float, tokens: int = 1000) -> tuple[int, ...]:
         """Those that were clipped, where the less trusted one sends this multiple of the other's update, in `mean`."""
         updates[strange] = updates[left] * np.float32(factor)
         contributions = [
-            Contribution(tokens if i == strange else 10, partial(np.copy, each), standing if i == strange else other)
+            Contribution(tokens if i == strange else 1000, partial(np.copy, each), standing if i == strange else other)
             for i, each in enumerate(updates)
         ]
         return clipped_mean(contributions, mean, clips=True)
@@ -186,11 +186,30 @@ def test_of_two_contributors_the_less_trusted_one_is_measured_by_the_other(
     assert found(1000) == (strange,)
     np.testing.assert_array_equal(mean, updates[left])
     assert found(-0.9 * OUTLIER_RATIO) == (strange,)
-    np.testing.assert_allclose(mean, updates[left] * (1 - NORM_RATIO) / 2, rtol=1e-5)
+    assert norm(mean) < 1e-3 * norm(updates[left])
     assert found(-1, tokens=10**6) == (strange,)
-    np.testing.assert_allclose(mean, updates[left] * (1 - WEIGHT_RATIO) / (1 + WEIGHT_RATIO), rtol=1e-5)
-    for smaller in (2, 0):
+    assert norm(mean) < 1e-3 * norm(updates[left])
+    assert found(-0.99 * NORM_RATIO, tokens=250) == ()
+    np.testing.assert_allclose(mean, updates[left] * (4 - 0.99 * NORM_RATIO) / 5, rtol=1e-4)
+    for smaller in (1.9, 1, 0):
         assert found(smaller) == ()
+        np.testing.assert_allclose(mean, updates[left] * (1 + min(1, smaller)) / (1 + 1 / max(1, smaller)), rtol=1e-3)
+
+
+@given(
+    st.floats(-1e20, 1e20) | st.floats(-OUTLIER_RATIO, OUTLIER_RATIO), st.integers(1, 10**9), st.integers(0, 10**6),
+    st.sampled_from(["vouched", "proven"]),
+)
+def test_the_less_trusted_of_two_cancels_the_other_at_most(factor: float, tokens: int, seed: int, other: Standing) -> None:
+    trusted, noise = honest(2, seed)
+    strange, mean = (noise * np.float64(factor)).astype(np.float32), np.empty(SIZE, np.float32)
+    for update in (strange, trusted * np.float32(math.copysign(norm(strange) / norm(trusted), factor))):
+        clipped_mean(
+            [Contribution(1000, partial(np.copy, trusted), other), Contribution(tokens, partial(np.copy, update), "newcomer")],
+            mean, clips=True,
+        )
+        assert float(mean @ trusted) >= -1e-4 * norm(trusted) ** 2
+        assert norm(mean) <= 2.001 * norm(trusted)
 
 
 @pytest.mark.parametrize("standing", get_args(Standing))

@@ -375,6 +375,13 @@ def test_swarm_is_assembled_by_round_0_and_done_with_the_last() -> None:
     assert ("waiting" in alone, "announcing" in alone) == (True, False)
     both = shown([one, replace(one, peer_id="peer-bbbbbb")])
     assert ("assembling, 2 trainers so far" in both, "announcing" in both) == (True, True)
+    strangers = [replace(peer, min_peers=2, stage="announcing", vouched_alive=0) for peer in (one, replace(one, peer_id="B"))]
+    unvouched = " ".join(shown(strangers, width=200).split())
+    assert "! round 0 waits for a trainer that the owner vouches for; the owner invites one with --roles trainer" in unvouched
+    assert ("waiting" in unvouched, "announcing" in unvouched) == (True, False)
+    assert "vouches" not in shown([replace(peer, vouched_alive=1) for peer in strangers])
+    begun = status_after(commit(5), PeersSeen(2, 1, vouched=0))
+    assert "! rounds go on, but the schedule waits for a trainer that the owner vouches for" in shown([begun], width=200)
     assert [gather([status_after(commit(number))]).done for number in (0, ROUNDS - 1, ROUNDS)] == [False, False, True]
 
 

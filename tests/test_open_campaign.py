@@ -223,6 +223,20 @@ def test_every_expert_has_two_owners_of_whom_one_is_past_probation(peers: dict[s
             assert len(owners) == 2
 
 
+def test_newcomers_that_own_experts_make_room_for_a_stranger_past_probation() -> None:
+    """Identities of one attacker had all places of strangers as long as they stayed."""
+    names = [f"S{number}" for number in range(8)]
+    held = replace(RECENT[0], members=("A", *names), owners=tuple((0, 1 + expert) for expert in range(EXPERTS)))
+    announcements = {name: announce() for name in (*names, "X")} | {"A": announce(invitation=elector("A"))}
+
+    def owned(services: dict[str, Service]) -> int:
+        plan = plan_of(announcements, services, [held])
+        return sum(len(each.owned) for each in plan.assignments if plan.members[each.member].peer == "X")
+
+    assert owned({}) == 0
+    assert owned({"X": Service(PROBATION_ROUNDS)}) == 1
+
+
 def test_among_friends_an_invitation_changes_no_plan() -> None:
     rules = Rules(campaign().config, campaign().hash, NUM_SAMPLES)
     proposal = Proposal(1, RECENT[0].id, Ballot(1, "W"), ())

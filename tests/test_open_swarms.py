@@ -31,7 +31,7 @@ from spes_p2p.messages.rounds import Manifest, Report, Stalled
 from spes_p2p.messages.samples import Interval
 from spes_p2p.model.layout import Layout
 from spes_p2p.net.rpc import RpcEndpoint, Stream
-from spes_p2p.observe.events import RoundFailed
+from spes_p2p.observe.events import PeersSeen, RoundFailed
 from spes_p2p.peer import collecting, coordinator, gathering
 from spes_p2p.peer.attempt import RoundMember
 from spes_p2p.peer.collecting import StagedReports
@@ -44,6 +44,7 @@ from spes_p2p.peer.replica import Replica
 from spes_p2p.peer.transfers import Transfers
 from spes_p2p.rounds import parts
 from spes_p2p.rounds.archive import NO_ARCHIVE, Archive
+from spes_p2p.rounds.audits import can_be_audited
 from spes_p2p.rounds.claims import Outstanding
 from spes_p2p.rounds.commit import staged_report
 from spes_p2p.rounds.parts import part_table
@@ -254,6 +255,23 @@ def test_strangers_alone_are_at_most_as_fast_as_they_may_be_beside_vouched_train
     assert 0 < steps <= 2 * MAX_SPEED_RATIO * OPEN.config.training.sync_steps
 
 
+def test_a_vouched_trainer_without_a_seat_is_trusted_and_audits_also_where_no_stranger_is() -> None:
+    """Otherwise a stranger that comes back after some such rounds is past its probation without an audit."""
+
+    async def main() -> None:
+        swarm = open_swarm(160, "ABC", "")
+        await swarm.until_round(2)
+        log, shares = swarm.nodes["W"].log, swarm.nodes["W"].endpoint.shares
+        assert len(log.last.electorate) < len("WABC")
+        assert all(map(shares.is_trusted, "WABC"))
+        assert can_be_audited(swarm.campaign.config, [log.last])
+        swarm.start("X")
+        await swarm.until(lambda: "X" in log.last.members)
+        assert [*filter(shares.is_trusted, "WABCX")] == [*"WABC"]
+
+    simulate(main)
+
+
 @pytest.mark.parametrize("restarts", [False, True])
 def test_strangers_alone_neither_begin_a_campaign_nor_advance_its_schedule(restarts: bool) -> None:
     async def main() -> None:
@@ -263,8 +281,10 @@ def test_strangers_alone_neither_begin_a_campaign_nor_advance_its_schedule(resta
         log = swarm.nodes["W"].log
         await asyncio.sleep(60)
         assert log.round < 0
+        assert {swarm.recorders[name].of(PeersSeen)[-1].vouched for name in "WXYZ"} == {0}, "for people"
         swarm.start("A")
         await swarm.until(lambda: log.last.step > 0)
+        assert {swarm.recorders[name].of(PeersSeen)[-1].vouched for name in "WXYZ"} == {1}
         swarm.kill("A")
         if restarts:
             swarm.restart("W")

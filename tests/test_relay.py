@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import hashlib
 import random
 
 import pytest
@@ -10,13 +12,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spes_p2p.content.fetcher import Fetcher
-from spes_p2p.content.relay import FANOUT, FANOUT_LARGE, LARGE_BYTES, Relay
+from spes_p2p.content.pieces import single
+from spes_p2p.content.relay import FANOUT, FANOUT_LARGE, KEPT_RECORDS, LARGE_BYTES, Relay
 from spes_p2p.content.transfer import ContentServer
-from spes_p2p.errors import PeerUnreachable
-from spes_p2p.messages.codec import unpack
+from spes_p2p.errors import PeerUnreachable, Refused
+from spes_p2p.messages.codec import pack, unpack
+from spes_p2p.messages.content import PIECES_PER_REQUEST, PiecesRequest
 from spes_p2p.messages.framing import Kind, Message
 from spes_p2p.messages.rounds import Passed
 from spes_p2p.net.rpc import RpcEndpoint
+from spes_p2p.net.shares import ANSWERS_BITS
 from spes_p2p.testing.memory_network import MemoryNetwork
 from spes_p2p.testing.virtual_loop import run_virtual
 
@@ -105,6 +110,66 @@ def test_nobody_passes_on_to_more_than_a_few() -> None:
     assert all(message.kind == Kind.PASSED for message in told)
     parents = [unpack(Passed, message.body).parent for message in told]
     assert max(parents.count(parent) for parent in set(parents)) <= FANOUT
+
+
+@pytest.mark.parametrize("strangers", [1, 100])
+def test_strangers_that_ask_for_records_all_the_time_take_a_tenth_of_the_line_and_members_wait_for_none(strangers: int) -> None:
+    async def main() -> float:
+        network, clock = MemoryNetwork(latency_s=0.05), asyncio.get_running_loop().time
+        record = random.Random(0).randbytes(10**5)
+        endpoint = RpcEndpoint(network.transport("C"), 5.0)
+        endpoint.shares.is_known = lambda peer: peer.startswith("member")
+        endpoint.shares.is_trusted = lambda peer: False
+        relay = Relay(endpoint, Fetcher(endpoint))
+        await relay.serve(ContentServer(endpoint))
+        content = single("record", relay.keep(record), hashlib.sha256(record).digest(), len(record))
+
+        async def ask(fetcher: Fetcher) -> None:
+            await fetcher.fetch_single(content, [fetcher.peers(["C"])])
+
+        async def greedy(name: str) -> None:
+            asker = RpcEndpoint(network.transport(name), 5.0)
+            while True:
+                with contextlib.suppress(PeerUnreachable, Refused):
+                    async with asker.stream("C", "record") as stream:
+                        await stream.send(pack(PiecesRequest(content.name, (0,) * PIECES_PER_REQUEST)))
+                        while await stream.receive_view(Kind.CONTENT) is not None:
+                            pass
+                await asyncio.sleep(0.1)
+
+        attacks = [asyncio.ensure_future(greedy(f"X{i}")) for i in range(strangers) for _ in range(4)]
+        await asyncio.sleep(10)
+        for name in ("member A", "member B"):
+            began, member = clock(), Fetcher(RpcEndpoint(network.transport(name), 5.0))
+            await ask(member)
+            assert clock() - began < 1.0
+        sent = endpoint.sent["record"] - 2 * len(record)
+        assert relay._given.keys() == relay._records.keys()
+        for number in range(2 * KEPT_RECORDS):
+            relay.keep(bytes([number]))
+        assert relay._given.keys() == relay._records.keys()
+        for attack in attacks:
+            attack.cancel()
+        return sent / (ANSWERS_BITS / 8)
+
+    assert 0.5 < run_virtual(main()) / 10 < 1.5
+
+
+def test_a_member_gets_a_record_at_once_only_once() -> None:
+    async def main() -> float:
+        network, clock = MemoryNetwork(latency_s=0.05), asyncio.get_running_loop().time
+        endpoint = RpcEndpoint(network.transport("C"), 5.0)
+        endpoint.shares.is_trusted = lambda peer: False
+        relay = Relay(endpoint, Fetcher(endpoint))
+        await relay.serve(ContentServer(endpoint))
+        record = random.Random(0).randbytes(10**6)
+        content = single("record", relay.keep(record), hashlib.sha256(record).digest(), len(record))
+        fetcher, began = Fetcher(RpcEndpoint(network.transport("A"), 5.0)), clock()
+        for _ in range(20):
+            await fetcher.fetch_single(content, [fetcher.peers(["C"])])
+        return clock() - began
+
+    assert run_virtual(main()) > 10.0
 
 
 def test_a_record_that_nobody_has_is_an_error_after_a_bounded_time() -> None:

@@ -12,13 +12,13 @@ from typing import Any
 
 from spes_p2p.messages.presence import PeerStatus, RoundRecord
 from spes_p2p.observe.json_values import to_json
-from spes_p2p.observe.swarm_status import SwarmStatus, gather, slow_lines, swarm_status
+from spes_p2p.observe.swarm_status import SwarmStatus, gather, lacking_vouched, slow_lines, swarm_status
 from spes_p2p.observe.units import counted, human_count, human_indices, human_loss, human_seconds, short_peer
 from spes_p2p.rounds.runaway import HeldOut, course_of
 
 KINDS = (
-    "nobody_answers", "loss_runs_away", "no_trainers", "electors_missing", "no_round", "experts_without_owner", "bases_differ",
-    "slow_line",
+    "nobody_answers", "loss_runs_away", "no_trainers", "no_vouched_trainer", "electors_missing", "no_round",
+    "experts_without_owner", "bases_differ", "slow_line",
 )
 PACE_ROUNDS, USUAL_ROUNDS, PATIENCE_S = 8, 3, 300.0
 """No round for three times the median of the last eight and five minutes: the bound of SpesRoundsStalled in alerts.yml."""
@@ -46,7 +46,7 @@ def alerts(
 
     `were_slow`: trainers whose lines held rounds up at the last look.
     """
-    found = [_experts(swarm), _bases(swarm), _lines(swarm, were_slow)]
+    found = [_vouched(swarm), _experts(swarm), _bases(swarm), _lines(swarm, were_slow)]
     if not swarm.done and swarm.state != "stopped":
         found += [_loss(records), *([NO_TRAINERS] if swarm.is_asleep else [_electors(swarm), _stall(swarm, records, now)])]
     return sorted((each for each in found if each is not None), key=lambda each: (each.severity, KINDS.index(each.kind)))
@@ -68,6 +68,12 @@ def _loss(records: Sequence[RoundRecord]) -> Alert | None:
     text = (f"the held-out loss runs away: {human_loss(newest.loss)} after round {newest.round}, "
             f"{human_loss(best.loss)} at best in two evaluations in a row")
     return Alert("loss_runs_away", "critical", f"{text}; the base of round {good} was still good")
+
+
+def _vouched(swarm: SwarmStatus) -> Alert | None:
+    if not swarm.lacks_vouched:
+        return None
+    return Alert("no_vouched_trainer", "warning" if swarm.assembled else "critical", lacking_vouched(swarm.assembled))
 
 
 def _electors(swarm: SwarmStatus) -> Alert | None:

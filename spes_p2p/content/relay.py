@@ -50,18 +50,22 @@ class Relay:
         self.donors: Callable[[], Sequence[str]] = tuple
         """Returns peers that may have the last proposal."""
         self._records: OrderedDict[str, bytes] = OrderedDict()
+        self._given: dict[str, set[str]] = {}
+        """By record that is held: members that have got it."""
         self._changed = asyncio.Event()
 
     async def serve(self, server: ContentServer) -> None:
         """Start to serve records, without a bound on peers: records are small and a member has few children."""
+        server.is_due["record"] = self._is_due
         await server.serve("record", self._record)
 
     def keep(self, record: bytes) -> str:
         """Hold a record for other members; return its hex sha256."""
         sha256 = hashlib.sha256(record).hexdigest()
         self._records[sha256] = record
+        self._given.setdefault(sha256, set())
         while len(self._records) > KEPT_RECORDS:
-            self._records.popitem(last=False)
+            del self._given[self._records.popitem(last=False)[0]]
         self._changed.set()
         return sha256
 
@@ -119,6 +123,15 @@ class Relay:
         patience_s = (1 + TIER_SILENCES * passed.tier) * self._endpoint.silence_s
         tiers = [PeerDonor(self._endpoint, passed.parent, patience_s)], [PeerDonor(self._endpoint, coordinator)]
         return bytes(await self._fetcher.fetch_single(content, tiers))
+
+    def _is_due(self, peer: str, sha256: str) -> bool:
+        """Return whether a peer gets a record at once: once each member, and whom the owner vouches for always."""
+        shares, given = self._endpoint.shares, self._given.get(sha256, set())
+        if shares.is_trusted(peer):
+            return True
+        is_first = shares.is_known(peer) and peer not in given
+        given.add(peer)
+        return is_first
 
     async def _record(self, sha256: str, index: int) -> Body | None:
         """Return a record to serve; wait a while for one that has not arrived yet."""

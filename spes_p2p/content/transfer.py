@@ -40,6 +40,9 @@ UNEVEN = 4.0
 """It does not where this peer's own line may be the reason: all uploads together have more than such a line, and none is this
 many times faster."""
 
+STRANGERS_TURN_S = 60.0
+"""After this long an upload to a stranger makes room for a waiting peer that the owner vouches for, whatever its speed."""
+
 SLOWEST_BYTES_PER_S = SLOWEST_LINE_BITS / 8
 
 Admit = Callable[[str, str], None]
@@ -69,7 +72,8 @@ class _Upload:
 
 @dataclass
 class _Turns:
-    """Who is being served a kind of content, and who waits: members of the rounds, then others, in the order of coming.
+    """Who is being served a kind of content, and who waits: whom the owner vouches for, other members, then others,
+    each in the order of coming.
 
     So whoever began ends first, and then serves others.
     """
@@ -80,7 +84,9 @@ class _Turns:
     given_back: set[str] = field(default_factory=set)
     """Peers whose place was."""
 
-    def admit(self, peer: str, at_once: int, now_s: float, is_known: Callable[[str], bool]) -> bool:
+    def admit(
+        self, peer: str, at_once: int, now_s: float, is_known: Callable[[str], bool], is_trusted: Callable[[str], bool]
+    ) -> bool:
         """Return whether the peer has waited for its turn. Raises Refused (busy) before that, or with too many requests."""
         self.uploads = {other: each for other, each in self.uploads.items() if each.streams or each.is_held(now_s)}
         self.waiting = {other: ends_s for other, ends_s in self.waiting.items() if ends_s > now_s}
@@ -88,9 +94,10 @@ class _Turns:
             if len(self.uploads[peer].streams) >= REQUESTS_PER_PEER:
                 raise self._busy("this one has enough", BUSY_RETRY_S)
             return False
-        first = [other for other in self.waiting if is_known(other) or not is_known(peer)]
+        mine = is_trusted(peer), is_known(peer)
+        first = [other for other in self.waiting if (is_trusted(other), is_known(other)) >= mine]
         before = first.index(peer) if peer in first else len(first)
-        if before < at_once - len(self.uploads) or (before == 0 and self._makes_room(now_s)):
+        if before < at_once - len(self.uploads) or (before == 0 and self._makes_room(is_trusted(peer), is_trusted, now_s)):
             has_waited = self.waiting.pop(peer, None) is not None and peer not in self.given_back
             self.given_back &= self.waiting.keys()
             return has_waited
@@ -105,19 +112,31 @@ class _Turns:
             self.waiting = {peer: now_s + PLACE_RETRIES * BUSY_RETRY_S, **self.waiting}
             self.given_back.add(peer)
 
-    def _makes_room(self, now_s: float) -> bool:
-        """End the slowest upload if neither a permitted line nor this peer's is as slow; return whether there was one."""
+    def _makes_room(self, for_trusted: bool, is_trusted: Callable[[str], bool], now_s: float) -> bool:
+        """End the slowest upload if neither a permitted line nor this peer's is as slow; return whether there was one.
+
+        `for_trusted`: for a peer that the owner vouches for. One that it does not vouch for ends no upload of one that it does.
+        """
+        strangers = [peer for peer in self.uploads if not is_trusted(peer)]
+        longest = min(strangers, key=lambda peer: self.uploads[peer].began_s, default=None)
+        if for_trusted and longest is not None and now_s - self.uploads[longest].began_s >= STRANGERS_TURN_S:
+            self._end(longest, "a member goes first")
+            return True
         found = ((upload.rate(now_s), peer) for peer, upload in self.uploads.items())
         rates = sorted((rate, peer) for rate, peer in found if rate is not None)
-        if not rates or rates[0][0] >= SLOWEST_BYTES_PER_S:
+        slow = [each for each in rates if each[0] < SLOWEST_BYTES_PER_S and (for_trusted or each[1] in strangers)]
+        if not slow:
             return False
-        (least, slowest), (most, _) = rates[0], rates[-1]
+        (least, slowest), (most, _) = slow[0], rates[-1]
         all_together = len(self.uploads) * sum(rate for rate, _ in rates) / len(rates)
         if all_together >= SLOWEST_BYTES_PER_S and most < UNEVEN * least:
             return False
-        for stream in self.uploads.pop(slowest).streams:
-            stream.break_off(self._busy("this one is too slow", BUSY_RETRY_S))
+        self._end(slowest, "this one is too slow")
         return True
+
+    def _end(self, peer: str, why: str) -> None:
+        for stream in self.uploads.pop(peer).streams:
+            stream.break_off(self._busy(why, BUSY_RETRY_S))
 
     def _busy(self, why: str, retry_s: float) -> Refused:
         return Refused(Code.BUSY, f"{len(self.uploads)} peers are being served, {why}", retry_s=retry_s)
@@ -130,6 +149,9 @@ class ContentServer:
         self._endpoint = endpoint
         self.admit: dict[ContentKind, Admit] = {}
         """For kinds that not everybody may have: raises Refused for a peer that may not have the content of this name."""
+        self.is_due: dict[ContentKind, Callable[[str, str], bool]] = {}
+        """For kinds of which strangers get a bounded share of the line: whether a peer gets the content of this name at once,
+        instead of in its turn among the long answers to strangers."""
         self._turns: dict[ContentKind, _Turns] = {}
 
     async def serve(self, kind: ContentKind, source: Source, peers_at_once: int | None = None) -> None:
@@ -145,7 +167,10 @@ class ContentServer:
                 self.admit[kind](stream.remote, request.name)
             with self._upload(kind, stream, peers_at_once) as upload:
                 for index in request.pieces:
-                    await self._send(stream, await stream.alive(source(request.name, index)), upload)
+                    body = await stream.alive(source(request.name, index))
+                    if body and kind in self.is_due and not self.is_due[kind](stream.remote, request.name):
+                        await stream.alive(self._endpoint.shares.answer(stream.remote, len(body)))
+                    await self._send(stream, body, upload)
 
         await self._endpoint.serve(kind, answer)
 
@@ -159,7 +184,8 @@ class ContentServer:
         turns, clock = self._turns.setdefault(kind, _Turns()), asyncio.get_running_loop().time
         has_waited = False
         if peers_at_once is not None:
-            has_waited = turns.admit(stream.remote, peers_at_once, clock(), self._endpoint.shares.is_known)
+            shares = self._endpoint.shares
+            has_waited = turns.admit(stream.remote, peers_at_once, clock(), shares.is_known, shares.is_trusted)
         upload = turns.uploads.setdefault(stream.remote, _Upload(clock(), has_waited=has_waited))
         upload.streams.add(stream)
         try:

@@ -185,7 +185,7 @@ class Commit:
     convicted: Annotated[tuple[MemberIndex, ...], MaxLen(MAX_MEMBERS)] = ()
     """Members that enough auditors failed by this round, as indices into `members`."""
     vouched: Annotated[tuple[MemberIndex, ...], MaxLen(MAX_MEMBERS)] = ()
-    """Trainers for whom the owner vouches, as indices into `members`; empty where that is all members."""
+    """Trainers for whom the owner vouches, among friends all, as indices into `members`."""
     drawn: Peers = ()
     """Peers that the hash of the last commit draws for an audit of the phase whose work it took up. Sorted."""
 
@@ -198,6 +198,11 @@ class Commit:
     def participants(self) -> frozenset[str]:
         """Return all peers that this commit names."""
         return frozenset((*self.members, *self.helpers, *self.electorate))
+
+    @cached_property
+    def trusted(self) -> frozenset[str]:
+        """Return the peers that this commit names and for whom the owner vouches, among friends all."""
+        return frozenset((*self.helpers, *self.electorate, *(self.members[i] for i in self.vouched)))
 
 
 @dataclass(frozen=True)

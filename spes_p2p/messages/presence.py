@@ -57,6 +57,8 @@ class Contact(Extensible):
     """Number of the newest control record that it holds; 0: none. Peers with an older one ask for it."""
     validation_loss: Loss | None = None
     """Held-out loss of the base of `commit`, if this peer evaluated it; no announcement follows the last round to carry it."""
+    is_vouched: bool = False
+    """Whether the owner of an open campaign vouches for it, by its own word: for people to see who is missing."""
 
 
 @checked_dataclass(frozen=True, config=ConfigDict(extra="ignore"))
@@ -116,6 +118,8 @@ class PeerStatus:
     """By this peer in all rounds since it started."""
     received_bytes: Count = 0
     trainers_alive: Count = 0
+    vouched_alive: Count | None = None
+    """Of these, those that say that the owner vouches for them; None where the schedule needs none."""
     helpers_alive: Count = 0
     electorate: Annotated[tuple[Word, ...], MaxLen(MAX_ELECTORATE)] = ()
     """Peers whose majority decides the next round."""

@@ -14,7 +14,7 @@ from spes_p2p.observe import events
 from spes_p2p.observe.events import BEFORE_TRAINING, BaseRestored, Event, RoundCommitted
 from spes_p2p.observe.log import EVENT
 from spes_p2p.observe.status import StatusBoard
-from spes_p2p.observe.swarm_status import gather, holds_rounds_up, sync_seconds
+from spes_p2p.observe.swarm_status import gather, holds_rounds_up, lacking_vouched, sync_seconds
 from spes_p2p.observe.units import (
     counted,
     human_bytes,
@@ -109,6 +109,8 @@ class RoundLog:
         """The electors that are not in the registry, for people."""
         self._looks_without_trainer = 0
         """In a row. After a start the first may come before this peer has found the others."""
+        self._looks_without_vouched = 0
+        """The same where trainers are here, but none for whom the owner vouches and without whom the schedule waits."""
         self._nobody_trains = self._slept = False
         """Whether no trainer is here now, and whether none was since the last round."""
         self._failing = _Failing(-1, 0.0)
@@ -166,7 +168,7 @@ class RoundLog:
                 return f"downloading {event.what}: {percent(event.done, event.total)}"
             case events.PeersSeen():
                 self._missing = self._missing_electors(event)
-                told = self._assembling(event) or self._membership_change(event)
+                told = self._assembling(event) or self._lost_vouched() or self._membership_change(event)
                 return told or self._lost_majority() or self._still_waiting()
             case events.PhaseTrained() if event.skipped_steps:
                 return f"{self._nth(event.round)}: skipped {event.skipped_steps} steps with a non-finite loss or gradient"
@@ -218,6 +220,23 @@ class RoundLog:
             return None
         self._living = frozenset(event.living) - {status.peer_id}
         return f"waiting for trainers: {self._of_all()}"
+
+    def _lost_vouched(self) -> str | None:
+        """Report once that the schedule waits for a trainer for whom the owner vouches.
+
+        A helper is told of round 0 by its coordinator, which knows the invitations.
+        """
+        status = self._board.status
+        is_under_way = any(status.owners) and status.round < status.total_rounds
+        waits = status.base_digest and (is_under_way or self._awaits_first_vouched())
+        is_lacking = waits and status.vouched_alive == 0 and status.trainers_alive > 0 and status.state == "running"
+        self._looks_without_vouched = self._looks_without_vouched + 1 if is_lacking else 0
+        return lacking_vouched(is_under_way) if self._looks_without_vouched == 2 else None
+
+    def _awaits_first_vouched(self) -> bool:
+        """Whether this trainer waits for round 0, for which enough trainers are here."""
+        status = self._board.status
+        return status.role == "trainer" and not any(status.owners) and not status.campaign_step and self._present < 0
 
     def _of_all(self) -> str:
         return f"{self._present} of the {self._min_peers} that the first round needs"
@@ -273,6 +292,8 @@ class RoundLog:
         waited = human_seconds(status.stage_seconds)
         if self._present >= 0:  # the first round has not begun
             return f"waiting for trainers for {waited}: {self._of_all()}{self._missing}"
+        if self._looks_without_vouched and self._awaits_first_vouched():
+            return f"waiting for {waited}: {lacking_vouched(has_begun=False)}"
         return f"{self._nth(status.round + 1)} · {what} for {waited}{self._missing}"
 
     def _failed(self, event: events.RoundFailed) -> str | None:

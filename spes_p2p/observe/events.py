@@ -337,6 +337,8 @@ class PeersSeen(Event):
     """Peer ids."""
     electorate: tuple[str, ...] = ()
     """The electors of the next round."""
+    vouched: int | None = None
+    """Trainers that say that the owner vouches for them; None where the schedule needs none."""
 
 
 @dataclass(frozen=True)

@@ -89,7 +89,10 @@ class StatusBoard:
             case events.PromptsContinued():
                 self._set(continued_round=event.round, continuations=event.continuations)
             case events.PeersSeen():
-                self._set(trainers_alive=event.trainers, helpers_alive=event.helpers, electorate=event.electorate)
+                self._set(
+                    trainers_alive=event.trainers, helpers_alive=event.helpers, electorate=event.electorate,
+                    vouched_alive=event.vouched,
+                )
 
     def _base_restored(self, event: BaseRestored) -> None:
         """Clear the last round's fields, unless the base is a repair: this peer took no part in that round."""

@@ -75,6 +75,8 @@ class SwarmStatus:
     """Description of the owner's orders; empty if there are none."""
     min_peers: int
     """Trainers that round 0 waits for."""
+    vouched_alive: int | None
+    """Trainers that say that the owner vouches for them; null where the schedule needs none."""
     pending: str
     """Description of those that no round has applied yet; empty if there are none."""
     scores: Mapping[str, float]
@@ -91,7 +93,17 @@ class SwarmStatus:
     @property
     def awaits_trainers(self) -> bool:
         """Whether round 0 waits until more trainers are here."""
-        return not self.assembled and sum(peer.role == "trainer" for peer in self.peers) < self.min_peers
+        return not self.assembled and (self.lacks_vouched or len(self.trainers) < self.min_peers)
+
+    @property
+    def trainers(self) -> tuple[PeerStatus, ...]:
+        """Those of the peers that train."""
+        return tuple(peer for peer in self.peers if peer.role == "trainer")
+
+    @property
+    def lacks_vouched(self) -> bool:
+        """Whether trainers are here, but none without whom the schedule does not advance."""
+        return self.vouched_alive == 0 and bool(self.trainers) and self.state == "running" and not self.done
 
     @property
     def majority_missing(self) -> bool:
@@ -111,7 +123,7 @@ class SwarmStatus:
 
 _OF_ONE_PEER = ("campaign", "campaign_hash", "protocol", "total_rounds", "campaign_step", "total_steps", "total_tokens", "loss",
                 "learning_rate", "merge_alpha", "base_digest", "round_tokens", "owners", "electorate", "state", "control",
-                "min_peers", "pending")
+                "min_peers", "vouched_alive", "pending")
 """Fields of SwarmStatus that are copied from the best informed leading peer."""
 
 
@@ -184,6 +196,13 @@ def swarm_status(statuses: Sequence[PeerStatus]) -> dict[str, Any]:
     """Return the document of `spes-p2p status --json`: SwarmStatus as JSON values (unknown numbers are null)."""
     document: dict[str, Any] = to_json(gather(statuses))
     return document
+
+
+def lacking_vouched(has_begun: bool) -> str:
+    """Say that no trainer is here for whom the owner vouches, and what to do about it."""
+    what = "rounds go on, but the schedule waits" if has_begun else "round 0 waits"
+    anew = "" if has_begun else ", or begins anew with sync.min_peers: 0"
+    return f"{what} for a trainer that the owner vouches for; the owner invites one with --roles trainer,elector{anew}"
 
 
 def slow_lines(peers: Sequence[PeerStatus], before: Collection[str] = ()) -> tuple[str, ...]:

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from spes_p2p.messages.presence import PeerStatus
-from spes_p2p.observe.swarm_status import SwarmStatus, gather, sync_seconds
+from spes_p2p.observe.swarm_status import SwarmStatus, gather, lacking_vouched, sync_seconds
 from spes_p2p.observe.units import (
     UNKNOWN,
     counted,
@@ -262,6 +262,8 @@ def troubles(swarm: SwarmStatus) -> list[str]:
         wait = "; rounds wait until a majority is back or the swarm reforms" if swarm.majority_missing else ""
         silent = f"{len(swarm.electors_missing)} of {counted(len(swarm.electorate), 'elector')}"
         found.append(f"no answer from {silent} ({missing}){wait}")
+    if swarm.lacks_vouched:
+        found.append(lacking_vouched(swarm.assembled))
     if swarm.failing and not swarm.is_asleep:
         reasons = ", ".join(f"{reason} {count}" for reason, count in swarm.failing.items())
         found.append(f"failed attempts at round {swarm.round + 1} so far: {reasons}")

@@ -75,8 +75,7 @@ class Coordination:
             decided = await self._decide()
             self._node.decisions.learn(decided)
             commit = decided.commit
-            vouched = {commit.members[i] for i in commit.vouched}
-            receivers = sorted(commit.members, key=lambda peer: (peer not in commit.electorate, peer not in vouched))
+            receivers = sorted(commit.members, key=lambda peer: (peer not in commit.electorate, peer not in commit.trusted))
             self._decided_to = self._node.relay.addressed(Kind.DECIDED, pack(decided), receivers, commit.plan)
             self._decided.set_result(decided)
             await self._notify_electors(decided)

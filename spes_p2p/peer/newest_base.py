@@ -121,6 +121,4 @@ class NewestBase:
     def _is_vouched(self, peer: str) -> bool:
         """Return whether the owner vouches for this peer, by the last commits: strangers offer what they do not have."""
         recent = self._node.log.recent(self._node.log.round)
-        return self._node.rules.config.admission != "open" or any(
-            peer in {*commit.helpers, *commit.electorate, *(commit.members[i] for i in commit.vouched)} for commit in recent
-        )
+        return self._node.rules.config.admission != "open" or any(peer in commit.trusted for commit in recent)

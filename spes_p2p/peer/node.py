@@ -8,6 +8,7 @@ import logging
 import math
 from collections import deque
 from collections.abc import Coroutine, Mapping
+from dataclasses import replace
 from typing import Any
 
 from spes_p2p import __version__
@@ -34,7 +35,7 @@ from spes_p2p.net.tasks import end_tasks
 from spes_p2p.observe.events import Observer, PeersSeen
 from spes_p2p.peer.decisions import Decisions
 from spes_p2p.peer.departures import Departures
-from spes_p2p.rounds.plan import Rules
+from spes_p2p.rounds.plan import Rules, needs_vouched
 from spes_p2p.rounds.planned import Plan
 from spes_p2p.rounds.stragglers import KEPT_ARRIVALS
 
@@ -85,8 +86,7 @@ class Node:
         self.contacts: dict[str, Contact] = {}
         """In random order, so that peers do not all ask the same ones."""
         self._looked_up_at = -math.inf
-        self._seen: tuple[int, int, tuple[str, ...]] = (0, 0, ())
-        """How many trainers and helpers have contacts, and which peers, sorted."""
+        self._seen = PeersSeen(0, 0)
         self.content, self.fetcher = ContentServer(self.endpoint), Fetcher(self.endpoint)
         self.relay = self.decisions.relay = Relay(self.endpoint, self.fetcher)
         self.relay.donors = self.others
@@ -98,8 +98,6 @@ class Node:
         self._observer = observer
         self._planned_members: frozenset[str] = frozenset()
         """Members of the newest plan here, which may become participants."""
-        self._vouched: tuple[str, frozenset[str]] = "", frozenset()
-        """The last commit, and for whom the owner vouches by it."""
         self.endpoint.shares.is_known, self.endpoint.shares.is_trusted = self._is_known, self._is_trusted
         self._tasks: set[asyncio.Task[None]] = set()
         self._proving: set[str] = set()
@@ -124,11 +122,7 @@ class Node:
         """Return whether a peer takes part and the owner vouches for it; in a campaign that is not open, for all that do."""
         if self.campaign.config.admission != "open":
             return self._is_known(peer)
-        last = self.log.last
-        if self._vouched[0] != last.id:
-            vouched = (last.members[i] for i in last.vouched)
-            self._vouched = last.id, frozenset((self.peer_id, *last.helpers, *last.electorate, *vouched))
-        return peer in self._vouched[1]
+        return peer in self.log.last.trusted or peer == self.peer_id
 
     @property
     def base_loss(self) -> float | None:
@@ -215,6 +209,7 @@ class Node:
         contact = Contact(
             self.campaign_hash, self.world.protocol, self.role, self.log.round, self.log.last.id,
             self.world.transport.addresses[:MAX_CONTACT_ADDRESSES], self.controls.number, self.base_loss,
+            self.is_invited(self.invitation),
         )
         key, now = registry_key(self.campaign_hash), asyncio.get_running_loop().time()
         is_due = now - self._looked_up_at >= len(self.contacts) / CONTACTS_READ_PER_S
@@ -223,15 +218,16 @@ class Node:
             if is_due or not only_if_due:
                 self._looked_up_at = now
                 await self._look_up()
-        self._observer(PeersSeen(*self._seen, self.log.last.electorate))
+        self._observer(replace(self._seen, electorate=self.log.last.electorate))
 
     async def _look_up(self) -> None:
         found = await find_contacts(self.world.registry, self.world.transport, self.campaign_hash)
         taking_part = sorted(peer for peer in found if takes_part(self.log.last, peer))
         left = self.departures.left_within(CONTACT_TTL_S)  # their contacts have not expired
         here = [peer for peer in taking_part if peer not in left]
-        trainers = sum(found[peer].role == "trainer" for peer in here)
-        self._seen = trainers, len(here) - trainers, tuple(here)
+        trainers = [found[peer] for peer in here if found[peer].role == "trainer"]
+        vouched = sum(each.is_vouched for each in trainers) if needs_vouched(self.rules.config) else None
+        self._seen = PeersSeen(len(trainers), len(here) - len(trainers), tuple(here), vouched=vouched)
         self.world.rng.shuffle(taking_part)
         self.contacts = {peer: found[peer] for peer in taking_part}
         last, control = self.log.last, self.controls.number

@@ -78,10 +78,9 @@ def audited_work(commit: Commit, parent: Commit) -> dict[str, Workload]:
     """
     if not commit.plan or not parent.plan or commit.parent != parent.id:
         return {}
-    trusted = {*commit.helpers, *commit.electorate, *(commit.members[i] for i in commit.vouched)}
     assigned = dict(zip(parent.members, parent.workloads, strict=False))
     heard = (commit.members[i] for i in commit.heard)
-    return {peer: assigned[peer] for peer in heard if peer not in trusted and peer in assigned and assigned[peer].steps}
+    return {peer: assigned[peer] for peer in heard if peer not in commit.trusted and peer in assigned and assigned[peer].steps}
 
 
 def auditor_of(commit: Commit, peer: str) -> str | None:

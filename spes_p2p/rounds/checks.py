@@ -28,7 +28,7 @@ def checkers(commit: Commit, rule: str) -> Mapping[str, str]:
     check, if there are two.
     """
     order = sorted(commit.members, key=lambda peer: sha256(f"{commit.id}\0{peer}".encode()).digest())
-    vouched = {*commit.helpers, *commit.electorate}.intersection(order) if rule == "open" else set(order)
+    vouched = commit.trusted.intersection(order) if rule == "open" else set(order)
     able = vouched if len(vouched) > 1 else set(order)
     found = {}
     for place, peer in enumerate(order):

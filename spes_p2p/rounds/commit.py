@@ -277,9 +277,8 @@ def _all_vouched(plan: Plan) -> bool:
 
 
 def _vouched(plan: Plan) -> tuple[int, ...]:
-    """Return the trainers for whom the owner vouches, as indices; none where there are no others."""
-    found = tuple(i for i, member in enumerate(plan.members) if member.standing == "vouched" and member.trains)
-    return () if _all_vouched(plan) else found
+    """Return the trainers for whom the owner vouches, as indices."""
+    return tuple(i for i, member in enumerate(plan.members) if member.standing == "vouched" and member.trains)
 
 
 def _held_bits(results: Results) -> bytes:

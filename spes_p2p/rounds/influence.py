@@ -3,8 +3,8 @@
 Two checks, on different machines, of different evidence:
 
 - A *reducer* has the updates of all contributors to a part. It leaves out each that is far beyond the median of three or
-  more, and clips the others to a multiple of the median (`clipped_mean`); of two, the less trusted one by the other. With four
-  or more it also clips around the mean: one step of CenteredClip (Karimireddy, He, Jaggi, ICML 2021,
+  more, and clips the others to a multiple of the median (`clipped_mean`); of two, the less trusted one by the other, which it
+  cancels at most. With four or more it also clips around the mean: one step of CenteredClip (Karimireddy, He, Jaggi, ICML 2021,
   arXiv 2012.10333; for peers without a server: Gorbunov et al. 2021, arXiv 2106.11257).
 - *Every member* has the results of all parts, so it can bound the step of each group of weights (`bound_steps`): by the group's
   own record, which is in the base, and an expert also by the other experts. This is what bounds the sole owner of an expert,
@@ -86,19 +86,25 @@ class Contribution:
 def clipped_mean(contributions: Sequence[Contribution], mean: np.ndarray, clips: bool) -> tuple[int, ...]:
     """Write the token-weighted mean to `mean`; return the places of the contributions that were clipped.
 
-    Without clipped ones the result is the plain mean, bit for bit. The order of the contributions matters to the bits.
+    Without clipped ones the result is the plain mean, bit for bit; but the less trusted of two weighs less where its update is
+    larger, and is named only where it loses more than half. The order of the contributions matters to the bits.
     """
     tokens = [each.tokens for each in contributions]
     judges = _judges([each.standing for each in contributions])
-    updates, factors = _Updates(contributions, mean.size), [1.0] * len(tokens)
+    updates, factors, weights = _Updates(contributions, mean.size), [1.0] * len(tokens), list[int]()
     if clips and (len(tokens) >= ENOUGH_TO_CLIP or len(judges) < len(tokens)):
         bound = int(WEIGHT_RATIO * statistics.median_low(tokens[i] for i in judges))
         tokens = [min(count, bound) for count in tokens]
-        factors = _factors([square_sum(updates[i]) for i in range(len(tokens))], tokens, judges, NORM_RATIO)
+        square_sums = [square_sum(updates[i]) for i in range(len(tokens))]
+        factors = _factors(square_sums, tokens, judges, NORM_RATIO)
         tokens = [count if factor * OUTLIER_RATIO >= NORM_RATIO else 0 for count, factor in zip(tokens, factors, strict=True)]
         judges = [i for i in judges if tokens[i]]
-    total, scratch = sum(tokens), np.empty_like(mean)
-    for i, (count, factor) in enumerate(zip(tokens, factors, strict=True)):
+        if len(tokens) < ENOUGH_TO_CLIP:
+            norms = [factor * math.sqrt(each) for factor, each in zip(factors, square_sums, strict=True)]
+            weights = _balanced(tokens, norms, judges[0])
+    weights = weights or tokens
+    total, scratch = sum(weights), np.empty_like(mean)
+    for i, (count, factor) in enumerate(zip(weights, factors, strict=True)):
         np.multiply(updates[i], np.float32(factor * count / total), out=scratch if i else mean)
         if i:
             np.add(mean, scratch, out=mean)
@@ -106,7 +112,8 @@ def clipped_mean(contributions: Sequence[Contribution], mean: np.ndarray, clips:
     if clips and len(tokens) >= ENOUGH_TO_CENTRE:
         centred = _centre(updates, tokens, judges, factors, mean, scratch)
     return tuple(
-        i for i, each in enumerate(contributions) if factors[i] < 1 or centred[i] < 1 or tokens[i] < each.tokens
+        i for i, each in enumerate(contributions)
+        if factors[i] < 1 or centred[i] < 1 or tokens[i] < each.tokens or 2 * weights[i] < tokens[i]
     )
 
 
@@ -116,6 +123,15 @@ def _judges(standings: Sequence[Standing]) -> list[int]:
     if not known and len(standings) < ENOUGH_TO_CLIP:
         known = [i for i, standing in enumerate(standings) if standing == "proven"]
     return known or list(range(len(standings)))
+
+
+def _balanced(tokens: Sequence[int], norms: Sequence[float], judge: int) -> list[int]:
+    """Return the weights of two contributors of which neither moves the mean farther than the judge does.
+
+    A reversed update thus cancels the judge's at most. Cutting its norm instead would shorten the step of an honest one, too.
+    """
+    most = tokens[judge] * norms[judge]
+    return [int(most / norm) if count * norm > most else count for count, norm in zip(tokens, norms, strict=True)]
 
 
 def _centre(

@@ -10,20 +10,21 @@ Owners = tuple[tuple[str, ...], ...]
 
 
 def assign_experts(
-    num_experts: int, capacities: Mapping[str, int], last: Sequence[Sequence[str]], redundancy: int, salt: str
+    num_experts: int, capacities: Mapping[str, int], last: Sequence[Sequence[str]], redundancy: int, salt: str,
+    newcomers: Set[str] = frozenset(),
 ) -> Owners:
     """Return the owners of each expert, sorted by peer id: `[experts][owners]`.
 
     Every expert gets an owner before any gets a second one, up to `redundancy`. No peer exceeds its capacity. Loads differ by
     at most one where capacities allow. Within these rules, the previous owners `last[e]` keep their experts. `salt` (the
-    campaign hash) breaks ties, so no peer is favoured in every campaign.
+    campaign hash) breaks ties, so no peer is favoured in every campaign. Where not all get as many, `newcomers` get less.
     """
     room = {peer: min(capacity, num_experts) for peer, capacity in capacities.items() if capacity > 0}
     if not room:
         return ((),) * num_experts
     copies = min(redundancy, len(room))
     held = {peer: sum(peer in peers for peers in last) for peer in room}
-    order = sorted(room, key=lambda peer: (-held[peer], _rank(salt, peer)))
+    order = sorted(room, key=lambda peer: (peer in newcomers, -held[peer], _rank(salt, peer)))
     quota = _quotas(room, num_experts * copies, order)
     owners: list[set[str]] = [set() for _ in range(num_experts)]
     free = dict(quota)
@@ -87,14 +88,18 @@ def guard_experts(
     """
     found = [set(peers) for peers in owners]
     for trusted in (vouched, vouched | proven):
-        _spread(found, capacities, last, redundancy, trusted)
+        _spread(found, capacities, last, redundancy, trusted, proven)
     return tuple(tuple(sorted(peers)) if peers & (vouched | proven) else () for peers in found)
 
 
 def _spread(
-    found: list[set[str]], capacities: Mapping[str, int], last: Sequence[Sequence[str]], redundancy: int, trusted: Set[str]
+    found: list[set[str]], capacities: Mapping[str, int], last: Sequence[Sequence[str]], redundancy: int, trusted: Set[str],
+    proven: Set[str],
 ) -> None:
-    """Give each expert without a trusted owner one that has room or, where none has, one of two that own the same expert."""
+    """Give each expert without a trusted owner one that has room or, where none has, one of two that own the same expert.
+
+    It takes the place of a newcomer rather than of a proven one.
+    """
     load = Counter(peer for peers in found for peer in peers)
     room = {peer: min(capacities[peer], len(found)) - load[peer] for peer in trusted & capacities.keys()}
     for expert, peers in enumerate(found):
@@ -105,7 +110,8 @@ def _spread(
         doubled = next((other for other in found if len(other & trusted) > 1), None)
         if not roomy and doubled is None:
             continue
-        leaving = max(peers, key=lambda peer: (peer not in before, peer)) if len(peers) >= redundancy else None
+        rank = {peer: (peer not in proven, peer not in before, peer) for peer in peers}.__getitem__
+        leaving = max(peers, key=rank) if len(peers) >= redundancy else None
         peers.discard(leaving or "")
         if roomy:
             taker = min(roomy, key=lambda peer: (peer not in before, -room[peer], peer))

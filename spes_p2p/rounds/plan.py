@@ -191,7 +191,8 @@ def _owners(
     capacities = {peer: a.capacity for peer, a in announcements.items() if a.trains}
     last = [[commit.members[i] for i in owners] for owners in commit.owners]
     redundancy = max(config.experts.redundancy, OPEN_REDUNDANCY if config.admission == "open" else 1)
-    owners = assign_experts(config.model.moe_num_experts, capacities, last, redundancy, rules.campaign_hash)
+    new = {member.peer for member in members if member.standing == "newcomer"}
+    owners = assign_experts(config.model.moe_num_experts, capacities, last, redundancy, rules.campaign_hash, new)
     vouched = {member.peer for member in members if not member.is_stranger}
     proven = {member.peer for member in members if member.standing == "proven"}
     return owners if len(vouched) == len(members) else guard_experts(owners, capacities, last, redundancy, vouched, proven)
