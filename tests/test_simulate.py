@@ -40,7 +40,7 @@ from spes_p2p.testing.simulate.faults import KINDS, Fault, SwarmView, random_fau
 from spes_p2p.testing.simulate.points import POINTS
 from spes_p2p.testing.simulate.report import RunReport
 from spes_p2p.testing.simulate.scenario import BOOTSTRAP, Scenario, load_scenario, peer_names
-from spes_p2p.testing.simulate.virtual import SILENCE_S, run_seed
+from spes_p2p.testing.simulate.virtual import SILENCE_S, run_seed, run_seeds
 from spes_p2p.testing.virtual_loop import run_virtual
 
 RARE = ("decide", "download", "donate", "replay", "leave")
@@ -393,6 +393,16 @@ def test_the_rounds_of_a_run_are_those_with_faults_and_quiet_ones_follow() -> No
     found = re.match(r"(\d+) rounds, with the quiet ones at the end, committed by 2 peers in 1 run, ", ended.stdout)
     assert found is not None
     assert int(found[1]) > 2
+
+
+def test_rounds_of_all_runs_are_counted_while_they_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(virtual, "PROGRESS_EVERY_S", 0.02)
+    told = list[tuple[int, int]]()
+    run_seeds(Scenario(peer_names(2), 5, fault_rate=0.0), range(2), 2, lambda done, total: told.append((done, total)))
+    assert {total for _, total in told} == {10}
+    assert told == sorted(told)
+    assert told[-1] == (10, 10)
+    assert len({done for done, _ in told}) > 3
 
 
 @pytest.mark.slow
