@@ -39,9 +39,10 @@ MAX_LISTS, MAX_VALUES = 2**17, 2**21
 """Lists, nested records included, and values in one record. A list of four bytes takes 450 as a record of three numbers, and
 7 us to read: this bounds both to 60 MB and a second. Twice MAX_SERVED lists and twice MAX_PARTS values fit (`fields.py`)."""
 
-SHARED_BYTES, SHARED_LARGE, SHARED_PACKED = 2**10, 64, 1024
-"""Keep fewer of the records that are larger than this (`share_records`): proposals and commits of the last rounds. Keep more of
-what these are packed as: logs hold it, of all rounds."""
+SHARED_BYTES, SHARED_LARGE = 2**10, 64
+"""Keep fewer of the records that are larger than this (`share_records`): proposals and commits of the last rounds."""
+LOGGED_BYTES, SHARED_LOGGED = 2**16, 1024
+"""Keep more of what records up to this size are packed as: logs hold it, of all rounds."""
 
 
 class WireError(ValueError):
@@ -147,7 +148,11 @@ def share_records(count: int) -> None:
             while len(listed) > SHARED_LARGE:
                 listed.popitem(last=False)
 
-    same = lru_cache(SHARED_PACKED)(_same)
+    logged, others = lru_cache(SHARED_LOGGED)(_same), lru_cache(SHARED_LARGE)(_same)
+
+    def same(packed: bytes) -> bytes:
+        return logged(packed) if len(packed) <= LOGGED_BYTES else others(packed)
+
     _read, _listed, _packed, _remember, _shared = read, list_or_recall, packed_or_none, remember, same
 
 
