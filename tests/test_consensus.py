@@ -559,6 +559,7 @@ def test_of_a_long_log_only_the_last_commits_are_read_whole_at_a_start(
     if damaged is None:
         assert len(read) <= commit_log.KEPT_READ + 3
     assert again.intact == known
+    assert len(again._decided._last) == min(known, commit_log.KEPT_READ)
     assert again.since(-1) == log.since(-1, known)
     assert again.recent(known - 1) == log.recent(known - 1)
     assert all(again.services(number) == log.services(number) for number in range(known))

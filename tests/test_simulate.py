@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import itertools
 import json
 import random
 import re
 import subprocess
 import sys
+import weakref
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +27,7 @@ from spes_p2p.errors import UserError
 from spes_p2p.observe.events import PhaseTrained, RoundCommitted
 from spes_p2p.peer import reducer as reducing
 from spes_p2p.peer.exchange_context import SentUpdate
+from spes_p2p.peer.node import Node
 from spes_p2p.peer.phases import PhaseRunner
 from spes_p2p.rounds import next_base as staging
 from spes_p2p.rounds import plan, sums
@@ -40,6 +43,7 @@ from spes_p2p.testing.simulate.faults import KINDS, Fault, SwarmView, random_fau
 from spes_p2p.testing.simulate.points import POINTS
 from spes_p2p.testing.simulate.report import RunReport
 from spes_p2p.testing.simulate.scenario import BOOTSTRAP, Scenario, load_scenario, peer_names
+from spes_p2p.testing.simulate.swarm import VirtualSwarm
 from spes_p2p.testing.simulate.virtual import SILENCE_S, run_seed, run_seeds
 from spes_p2p.testing.virtual_loop import run_virtual
 
@@ -403,6 +407,24 @@ def test_rounds_of_all_runs_are_counted_while_they_run(monkeypatch: pytest.Monke
     assert told == sorted(told)
     assert told[-1] == (10, 10)
     assert len({done for done, _ in told}) > 3
+
+
+def test_what_peers_held_in_lives_that_ended_is_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(virtual, "FAULTS_PER_COLLECTION", 1)
+    lives, start = list[weakref.ref[Node]](), VirtualSwarm.start
+
+    def started(swarm: VirtualSwarm, name: str, *machine: Any, **options: Any) -> None:
+        start(swarm, name, *machine, **options)
+        lives.append(weakref.ref(swarm.nodes[name]))
+
+    monkeypatch.setattr(VirtualSwarm, "start", started)
+    gc.disable()
+    try:
+        run_seed(Scenario(peer_names(4), 20, fault_rate=0.0, churn=120.0), 0)
+        held = sum(life() is not None for life in lives)
+    finally:
+        gc.enable()
+    assert held < len(lives) / 4
 
 
 @pytest.mark.slow

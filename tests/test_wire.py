@@ -285,6 +285,8 @@ def test_large_records_that_somebody_holds_are_shared_alone_and_in_lists_of_them
     share_records(0)
     held = [unpack(CertifiedCommit, each) for each in packed]
     assert len(packed[0]) > SHARED_BYTES
+    packed = list(map(pack, decided))
+    assert all(pack(dataclasses.replace(each)) is data for each, data in zip(decided, packed, strict=True))
     for each, data in zip(held, packed, strict=True):
         assert unpack(CertifiedCommit, bytes(bytearray(data))) is each
     page = pack_list(packed[3:9])

@@ -331,7 +331,7 @@ class CommitLog:
         return None
 
     def _load(self, records: Sequence[bytes], unread: int) -> None:
-        """Load records as far as they follow. Of the first `unread` only what services take is read, but not of a branch."""
+        """Load records as far as they follow. Of the first `unread` read what services take; whole those of a branch."""
         last = self.genesis.id
         for number, record in enumerate(records):
             skimmed = self._skim(record, last) if number < unread else None

@@ -72,7 +72,7 @@ def pack_list(packed: Sequence[bytes]) -> bytes:
     return b"".join((packer.pack_array_header(1), packer.pack_array_header(len(packed)), *packed))
 
 
-def unpack_first(cls: type[Record], data: Buffer) -> tuple[Record, str]:
+def unpack_first(cls: Any, data: Buffer) -> tuple[Any, str]:
     """Return a record of type `cls` that is the first field of a packed one, and its id. Raises WireError.
 
     Quickly, for what was checked before it was stored: no type is checked, and what is nested stays lists.
