@@ -46,6 +46,8 @@ class _Chain:
     @property
     def newest(self) -> CertifiedCommit | None:
         """The last one; None when there is none."""
+        if self._last:
+            return self._last[-1]
         return self[self.end - 1] if self._packed else None
 
     def __getitem__(self, number: int) -> CertifiedCommit:
