@@ -508,6 +508,9 @@ def test_without_a_terminal_a_progress_bar_is_a_line_now_and_then(
         monkeypatch.setattr(terminal, "SAY_EVERY_S", 0.0)
         update(2, 4)
     assert capsys.readouterr() == ("", "reading: 50 %\n")
+    with terminal.ProgressBar("simulating", unit="rounds") as update:
+        update(3, 4)
+    assert capsys.readouterr() == ("", "simulating, 3 of 4 rounds: 75 %\n")
 
 
 @pytest.mark.parametrize("asked", ["version", "--version"])

@@ -10,8 +10,11 @@ import pytest
 from spes_p2p.errors import Refused
 from spes_p2p.messages.refusals import Code
 from spes_p2p.observe.events import BaseRestored, CaughtUp, PeersSeen, RoundCommitted, RoundFailed
+from spes_p2p.peer import replica
 from spes_p2p.peer.exchanges import Exchanges
 from spes_p2p.peer.node import CONTACT_TTL_S
+from spes_p2p.rounds.results import KEPT_ROUNDS
+from spes_p2p.testing.memory_network import Frame
 from spes_p2p.testing.simulate.swarm import VirtualSwarm, campaign, simulate
 
 SOON_S = 60.0
@@ -93,6 +96,28 @@ def test_who_missed_rounds_reports_once_from_which_to_which_it_caught_up_and_the
         after = events[events.index(caught_up) + 1 :]
         assert any(isinstance(event, BaseRestored | RoundCommitted) and event.round == caught_up.round for event in after)
         assert swarm.recorders["A"].of(CaughtUp) == []
+
+    simulate(main)
+
+
+@pytest.mark.parametrize("missed", [KEPT_ROUNDS - 1, 2 * KEPT_ROUNDS])
+def test_who_missed_more_rounds_than_peers_keep_asks_nobody_for_them(missed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replica, "replayable_rounds", lambda *model: KEPT_ROUNDS)
+
+    async def main() -> None:
+        asked, swarm = set[str](), await left_in_round_3("ABC", "B")
+        left_at = swarm.round_of("B")
+
+        def note(frame: Frame) -> Frame:
+            if frame.method == "plan" and frame.sender == "B" and not frame.is_answer:
+                asked.add(frame.receiver)
+            return frame
+
+        await swarm.until(lambda: swarm.round_of("A") >= left_at + missed, 2 * SOON_S)
+        swarm.network.tap = note
+        swarm.restart("B")
+        await swarm.until(lambda: swarm.round_of("B") >= left_at + missed)
+        assert bool(asked) == (missed < KEPT_ROUNDS)
 
     simulate(main)
 

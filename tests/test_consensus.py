@@ -8,6 +8,7 @@ import random
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from electors import ELECTORS, Elector, commit_after, decide, derived, genesis
@@ -25,9 +26,21 @@ from spes_p2p.consensus.proposer import Proposer, ProposerState, Reply, Send
 from spes_p2p.consensus.reform import OutageWatch, has_lasted, sees_majority
 from spes_p2p.errors import Refused
 from spes_p2p.messages.codec import pack, unpack
-from spes_p2p.messages.consensus import Accept, Ballot, CertifiedCommit, Commit, Decide, Prepare, Promise, Vote
+from spes_p2p.messages.consensus import (
+    Accept,
+    Ballot,
+    CertifiedCommit,
+    Commit,
+    Decide,
+    Prepare,
+    Promise,
+    Verdict,
+    Vote,
+    Workload,
+)
 from spes_p2p.messages.fields import MAX_EXPERTS
 from spes_p2p.messages.rounds import Pong
+from spes_p2p.messages.samples import Interval
 from spes_p2p.peer.durable import perform
 from spes_p2p.testing.simulated_identity import SimulatedIdentity
 
@@ -527,6 +540,37 @@ def test_records_of_a_log_that_do_not_follow_are_dropped_for_good() -> None:
     assert reader.store.reopen().records(LOG)[:1] == records[:1]
     again = reader.restarted()
     assert again.store.records(LOG) == records[:1]
+
+
+@pytest.mark.parametrize("damaged", [None, 10, 90])
+def test_of_a_long_log_only_the_last_commits_are_read_whole_at_a_start(
+    damaged: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log, work = CommitLog(SimulatedIdentity("A"), genesis()), (Workload(1, (Interval(0, 1, 2),)), Workload(2, ()))
+    for number in range(100):
+        last, verdicts = log.last, (Verdict("A", "B", 1, number % 7 > 0),)
+        made: dict[str, Any] = {"members": ("A", "B"), "owners": ((0,), (1,)), "heard": (0, 1)}
+        made |= {"workloads": work, "verdicts": verdicts}
+        log.put(CertifiedCommit(dataclasses.replace(last, round=number, parent=last.id, **made), Ballot(1, "A"), ()))
+    records, read = [pack(each) for each in log.since(-1)], list[type]()
+    if damaged is not None:
+        records[damaged] = pack(log.at(damaged + 1))
+
+    def count(cls: type[Any], data: bytes) -> Any:
+        read.append(cls)
+        return unpack(cls, data)
+
+    monkeypatch.setattr(commit_log, "unpack", count)
+    again, known = CommitLog(SimulatedIdentity("A"), genesis(), records), damaged or 100
+    if damaged is None:
+        assert len(read) <= commit_log.KEPT_READ + 3
+    assert again.intact == known
+    assert len(again._decided._last) == min(known, commit_log.KEPT_READ)
+    assert again.since(-1) == log.since(-1, known)
+    assert again.recent(known - 1) == log.recent(known - 1)
+    assert all(again.services(number) == log.services(number) for number in range(known))
+    assert again.packed_page(3, 5) == log.packed_page(3, 5)
+    assert again._decided._lists == log._decided._lists[:known]
 
 
 # The electorate -----------------------------------------------------------------------------------------------------------

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import itertools
 import json
 import random
 import re
 import subprocess
 import sys
+import weakref
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +27,7 @@ from spes_p2p.errors import UserError
 from spes_p2p.observe.events import PhaseTrained, RoundCommitted
 from spes_p2p.peer import reducer as reducing
 from spes_p2p.peer.exchange_context import SentUpdate
+from spes_p2p.peer.node import Node
 from spes_p2p.peer.phases import PhaseRunner
 from spes_p2p.rounds import next_base as staging
 from spes_p2p.rounds import plan, sums
@@ -40,7 +43,8 @@ from spes_p2p.testing.simulate.faults import KINDS, Fault, SwarmView, random_fau
 from spes_p2p.testing.simulate.points import POINTS
 from spes_p2p.testing.simulate.report import RunReport
 from spes_p2p.testing.simulate.scenario import BOOTSTRAP, Scenario, load_scenario, peer_names
-from spes_p2p.testing.simulate.virtual import SILENCE_S, run_seed
+from spes_p2p.testing.simulate.swarm import VirtualSwarm
+from spes_p2p.testing.simulate.virtual import SILENCE_S, run_seed, run_seeds
 from spes_p2p.testing.virtual_loop import run_virtual
 
 RARE = ("decide", "download", "donate", "replay", "leave")
@@ -393,6 +397,34 @@ def test_the_rounds_of_a_run_are_those_with_faults_and_quiet_ones_follow() -> No
     found = re.match(r"(\d+) rounds, with the quiet ones at the end, committed by 2 peers in 1 run, ", ended.stdout)
     assert found is not None
     assert int(found[1]) > 2
+
+
+def test_rounds_of_all_runs_are_counted_while_they_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(virtual, "PROGRESS_EVERY_S", 0.02)
+    told = list[tuple[int, int]]()
+    run_seeds(Scenario(peer_names(2), 5, fault_rate=0.0), range(2), 2, lambda done, total: told.append((done, total)))
+    assert {total for _, total in told} == {10}
+    assert told == sorted(told)
+    assert told[-1] == (10, 10)
+    assert len({done for done, _ in told}) > 3
+
+
+def test_what_peers_held_in_lives_that_ended_is_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(virtual, "FAULTS_PER_COLLECTION", 1)
+    lives, start = list[weakref.ref[Node]](), VirtualSwarm.start
+
+    def started(swarm: VirtualSwarm, name: str, *machine: Any, **options: Any) -> None:
+        start(swarm, name, *machine, **options)
+        lives.append(weakref.ref(swarm.nodes[name]))
+
+    monkeypatch.setattr(VirtualSwarm, "start", started)
+    gc.disable()
+    try:
+        run_seed(Scenario(peer_names(4), 20, fault_rate=0.0, churn=120.0), 0)
+        held = sum(life() is not None for life in lives)
+    finally:
+        gc.enable()
+    assert held < len(lives) / 4
 
 
 @pytest.mark.slow

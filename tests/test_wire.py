@@ -16,9 +16,21 @@ from hypothesis import strategies as st
 
 from spes_p2p import messages
 from spes_p2p.messages import consensus, content, fields, presence, refusals, rounds, samples
-from spes_p2p.messages.codec import SHARED_BYTES, Extensible, WireError, _plain, pack, record_id, share_records, unpack
-from spes_p2p.messages.consensus import Signed
-from spes_p2p.messages.samples import Interval
+from spes_p2p.messages.codec import (
+    SHARED_BYTES,
+    SHARED_LARGE,
+    Extensible,
+    WireError,
+    _plain,
+    pack,
+    pack_list,
+    record_id,
+    share_records,
+    unpack,
+    unpack_first,
+)
+from spes_p2p.messages.consensus import Ballot, CertifiedCommit, Commit, Decide, Signed
+from spes_p2p.messages.samples import Cursor, Interval
 
 EXAMPLES_OF_EACH_RECORD = max(5, settings().max_examples // 5)
 """There are many records."""
@@ -264,6 +276,40 @@ def test_what_a_shared_record_is_packed_as_does_not_depend_on_what_is_kept() -> 
             assert pack(large) is pack(unpack(Signed, bytes(bytearray(pack(large)))))
         finally:
             share_records(0)
+
+
+def test_large_records_that_somebody_holds_are_shared_alone_and_in_lists_of_them() -> None:
+    commits = (dataclasses.replace(COMMIT, round=number) for number in range(2 * SHARED_LARGE))
+    decided = [CertifiedCommit(commit, Ballot(1, "A"), ()) for commit in commits]
+    packed = [pack(each) for each in decided]
+    share_records(0)
+    held = [unpack(CertifiedCommit, each) for each in packed]
+    assert len(packed[0]) > SHARED_BYTES
+    packed = list(map(pack, decided))
+    assert all(pack(dataclasses.replace(each)) is data for each, data in zip(decided, packed, strict=True))
+    for each, data in zip(held, packed, strict=True):
+        assert unpack(CertifiedCommit, bytes(bytearray(data))) is each
+    page = pack_list(packed[3:9])
+    assert all(one is other for one, other in zip(unpack(Decide, page).decided, held[3:9], strict=True))
+    assert unpack(Decide, page) == Decide(tuple(decided[3:9]))
+    for wrong in (page + b"\x00", page[:-1], b"\x92" + page[1:], pack(decided[0])):
+        with pytest.raises(WireError):
+            unpack(Decide, wrong)
+
+
+def test_the_first_field_of_a_record_is_found_with_its_id() -> None:
+    first, name = unpack_first(Commit, pack(CertifiedCommit(COMMIT, Ballot(1, "A"), ())))
+    assert name == COMMIT.id
+    assert [first.round, first.parent, tuple(first.members)] == [COMMIT.round, COMMIT.parent, COMMIT.members]
+    for wrong in (b"", b"\x01", pack(Interval(0, 1, 2)), pack_list([pack(Interval(0, 1, 2))])):
+        with pytest.raises(WireError):
+            unpack_first(Commit, wrong)
+
+
+COMMIT = Commit(
+    campaign="c" * 64, term=0, round=1, parent="p" * 64, plan="", roots=(), dropped=(), base_digest="", step=0, tokens=0,
+    members=tuple(f"member-{i:03}" for i in range(100)), owners=(), cursor=Cursor(), helpers=(), electorate=(), incarnations=(),
+)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)

@@ -54,10 +54,10 @@ def _end_now(number: int, frame: object) -> None:
 class ProgressBar:
     """Show a progress bar on a terminal, a line a minute elsewhere; yields `update(done, total)`.
 
-    `before`: what is done until the first update.
+    `before`: what is done until the first update. `unit`: what is counted, to show the numbers, too.
     """
 
-    def __init__(self, what: str, before: str = ""):
+    def __init__(self, what: str, before: str = "", unit: str = ""):
         from rich.console import Console
         from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
@@ -65,7 +65,7 @@ class ProgressBar:
         columns = (TextColumn("{task.description}"), BarColumn(), percent, TimeRemainingColumn())
         console = Console(stderr=True)
         self._progress = Progress(*columns, console=console, disable=not console.is_terminal, transient=True)
-        self._what, self._said_s = what, time.monotonic()
+        self._what, self._unit, self._said_s = what, unit, time.monotonic()
         self._task = self._progress.add_task(before or what, total=None)
 
     def __enter__(self) -> Callable[[int, int], None]:
@@ -76,10 +76,11 @@ class ProgressBar:
         self._progress.stop()
 
     def _update(self, done: int, total: int) -> None:
-        self._progress.update(self._task, description=self._what, completed=done, total=total)
+        what = f"{self._what}, {done} of {total} {self._unit}" if self._unit else self._what
+        self._progress.update(self._task, description=what, completed=done, total=total)
         if self._progress.disable and time.monotonic() - self._said_s >= SAY_EVERY_S:
             self._said_s = time.monotonic()
-            say_waiting(f"{self._what}: {100 * done // max(1, total)} %")
+            say_waiting(f"{what}: {100 * done // max(1, total)} %")
 
 
 @contextlib.contextmanager

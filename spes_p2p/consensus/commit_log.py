@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from spes_p2p.consensus.admission import Service, add_service
 from spes_p2p.consensus.certificate import proves
@@ -11,8 +12,8 @@ from spes_p2p.consensus.control import is_rollback, rollback_commit, rolls_back
 from spes_p2p.consensus.milestone import earliest_reform, is_due, may_roll_back, next_milestone, proves_milestone
 from spes_p2p.consensus.output import LOG, Identity
 from spes_p2p.errors import Refused
-from spes_p2p.messages.codec import MAX_LISTS, WireError, pack, pack_list, unpack
-from spes_p2p.messages.consensus import CertifiedCommit, Commit, Control, Milestone, Served
+from spes_p2p.messages.codec import MAX_LISTS, WireError, pack, pack_list, unpack, unpack_first
+from spes_p2p.messages.consensus import CertifiedCommit, Commit, Control, Milestone, Served, Verdict, Workload
 from spes_p2p.messages.refusals import Code
 
 logger = logging.getLogger(__name__)
@@ -45,7 +46,9 @@ class _Chain:
     @property
     def newest(self) -> CertifiedCommit | None:
         """The last one; None when there is none."""
-        return self._last[-1] if self._last else None
+        if self._last:
+            return self._last[-1]
+        return self[self.end - 1] if self._packed else None
 
     def __getitem__(self, number: int) -> CertifiedCommit:
         place = number - self.end
@@ -57,6 +60,12 @@ class _Chain:
         self._packed.append(pack(decided))
         self._lists.append(_lists_in(decided.commit))
         self._last = [*self._last[1 - KEPT_READ :], decided]
+
+    def append_unread(self, packed: bytes, lists: int) -> None:
+        """Append one that is not held as an object. `lists`: `_lists_in` it."""
+        self._packed.append(packed)
+        self._lists.append(lists)
+        self._last = []
 
     def cut(self, end: int) -> None:
         """Drop those from round `end` on."""
@@ -93,10 +102,19 @@ class CommitLog:
 
     def __init__(self, identity: Identity, genesis: Commit, records: Sequence[bytes] = ()):
         """`records`: of the durable file. The first one that does not follow and all after it are dropped."""
-        self.milestone: Milestone | None = None
-        """Where the log begins; None: with genesis."""
         self._identity = identity
         self.genesis = genesis
+        self._begin()
+        self._load(records, len(records) - KEPT_READ)
+        if self.intact < len(records):
+            self._begin()
+            self._load(records, 0)
+        if self.intact < len(records):
+            logger.warning("%s: record %d does not follow; the commits from there on are learned again", LOG, self.intact)
+
+    def _begin(self) -> None:
+        self.milestone: Milestone | None = None
+        """Where the log begins; None: with genesis."""
         self._decided = _Chain()
         self._given_up: set[str] = set()
         self._first_services: dict[str, Service] = {}
@@ -107,10 +125,6 @@ class CommitLog:
         """What `services` returned last, for the round of this commit."""
         self.intact = 0
         """How many records of the durable file were loaded."""
-        while self.intact < len(records) and self._load(records[self.intact]):
-            self.intact += 1
-        if self.intact < len(records):
-            logger.warning("%s: record %d does not follow; the commits from there on are learned again", LOG, self.intact)
 
     @property
     def last(self) -> Commit:
@@ -318,7 +332,32 @@ class CommitLog:
                 return later.base_digest
         return None
 
-    def _load(self, record: bytes) -> bool:
+    def _load(self, records: Sequence[bytes], unread: int) -> None:
+        """Load records as far as they follow. Of the first `unread` read what services take; whole those of a branch."""
+        last = self.genesis.id
+        for number, record in enumerate(records):
+            skimmed = self._skim(record, last) if number < unread else None
+            if skimmed is None and not self._load_whole(record):
+                return
+            last = skimmed or self.last.id
+            self.intact += 1
+
+    def _skim(self, record: bytes, parent: str) -> str | None:
+        """Load a record of the commit after the last one, `parent`; return its id. None when it must be read whole."""
+        try:
+            commit, commit_id = unpack_first(Commit, record)
+            verdicts = tuple(Verdict(*each) for each in commit.verdicts)
+            workloads = tuple(Workload(*each) for each in commit.workloads)
+        except (WireError, TypeError):
+            return None
+        if not commit.round == self._decided.end == self._counted + 1 or commit.parent != parent:
+            return None
+        self._decided.append_unread(record, _lists_in(replace(commit, workloads=workloads)))
+        add_service(self._services, replace(commit, verdicts=verdicts))
+        self._counted = commit.round
+        return commit_id
+
+    def _load_whole(self, record: bytes) -> bool:
         try:
             if self.intact == 0 and (milestone := _milestone(record)) is not None:
                 if proves_milestone(milestone, self.genesis, self._identity):

@@ -14,12 +14,13 @@ from __future__ import annotations
 import hashlib
 import typing
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import MISSING, fields, is_dataclass
 from functools import cache, lru_cache, partial
 from itertools import cycle, islice
 from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Any, TypeVar
+from weakref import WeakValueDictionary
 
 import msgpack
 from annotated_types import MaxLen
@@ -40,6 +41,8 @@ MAX_LISTS, MAX_VALUES = 2**17, 2**21
 
 SHARED_BYTES, SHARED_LARGE = 2**10, 64
 """Keep fewer of the records that are larger than this (`share_records`): proposals and commits of the last rounds."""
+LOGGED_BYTES, SHARED_LOGGED = 2**16, 1024
+"""Keep more of what records up to this size are packed as: logs hold it, of all rounds."""
 
 
 class WireError(ValueError):
@@ -48,6 +51,10 @@ class WireError(ValueError):
 
 class Extensible:
     """Base of records that may end with fields of a newer version. Never nested in other records."""
+
+
+class Listing:
+    """Base of records whose only field is a list of large records, which processes with several peers share one by one."""
 
 
 def pack(record: Any) -> bytes:
@@ -65,6 +72,22 @@ def pack_list(packed: Sequence[bytes]) -> bytes:
     return b"".join((packer.pack_array_header(1), packer.pack_array_header(len(packed)), *packed))
 
 
+def unpack_first(cls: Any, data: Buffer) -> tuple[Any, str]:
+    """Return a record of type `cls` that is the first field of a packed one, and its id. Raises WireError.
+
+    Quickly, for what was checked before it was stored: no type is checked, and what is nested stays lists.
+    """
+    try:
+        unpacker = msgpack.Unpacker(raw=False, max_buffer_size=max(1, len(data)))
+        unpacker.feed(data)
+        unpacker.read_array_header()
+        start = unpacker.tell()
+        record = cls(*unpacker.unpack())
+        return record, hashlib.sha256(data[start : unpacker.tell()]).hexdigest()
+    except (ValueError, TypeError, msgpack.UnpackException) as error:
+        raise WireError(f"not a {cls.__name__}: {error}") from None
+
+
 def unpack(cls: type[Record], data: Buffer) -> Record:
     """Read a record of type `cls`. Raises WireError for non-canonical bytes and for values out of bounds.
 
@@ -79,18 +102,24 @@ def unpack(cls: type[Record], data: Buffer) -> Record:
 def share_records(count: int) -> None:
     """Keep the last `count` small records that were read, and the last large ones, for a process whose peers read the same.
 
-    Records are immutable, and the same bytes of the same type always give the same record. What a large one is packed as is
-    kept, too, also of those that were made here and have an id, and equal bytes are one object. A record with one of them in a
-    field takes its bytes from there.
+    Records are immutable, and the same bytes of the same type always give the same record. A large one is also found while
+    anybody holds it, alone or in a Listing. What a large one is packed as is kept, too, also of those that were made here and
+    have an id, and equal bytes are one object. A record with one of them in a field takes its bytes from there.
     """
     global _read, _listed, _packed, _remember, _shared
     small, large = lru_cache(count)(_read_record), lru_cache(SHARED_LARGE)(_read_record)
+    held: WeakValueDictionary[tuple[Any, bytes], Any] = WeakValueDictionary()
     listed: OrderedDict[int, tuple[Any, list[Any], bytes]] = OrderedDict()
 
     def read(cls: Any, data: Buffer) -> Any:
         if len(data) <= SHARED_BYTES:
             return small(cls, bytes(data))
-        record = large(cls, same(bytes(data)))
+        if issubclass(cls, Listing):
+            return cls(tuple(read(_item_of(cls), each) for each in _items(data)))
+        data = same(bytes(data))
+        record = held.get((cls, data))
+        if record is None:
+            record = held[cls, data] = large(cls, data)
         if not issubclass(cls, Extensible):  # it may not be packed as it came
             remember(record, data)
         return record
@@ -119,7 +148,11 @@ def share_records(count: int) -> None:
             while len(listed) > SHARED_LARGE:
                 listed.popitem(last=False)
 
-    same = lru_cache(SHARED_LARGE)(_same)
+    logged, others = lru_cache(SHARED_LOGGED)(_same), lru_cache(SHARED_LARGE)(_same)
+
+    def same(packed: bytes) -> bytes:
+        return logged(packed) if len(packed) <= LOGGED_BYTES else others(packed)
+
     _read, _listed, _packed, _remember, _shared = read, list_or_recall, packed_or_none, remember, same
 
 
@@ -141,6 +174,30 @@ def _read_record(cls: Any, data: Buffer) -> Any:
         return record
     except (ValueError, TypeError, OverflowError, msgpack.UnpackException) as error:
         raise WireError(f"not a {cls.__name__}: {_problem(error)}") from None
+
+
+def _items(data: Buffer) -> Iterator[bytes]:
+    """Yield the packed records of a packed Listing. Raises WireError."""
+    try:
+        unpacker = msgpack.Unpacker(max_buffer_size=max(1, len(data)))
+        unpacker.feed(data)
+        fields, items, end = unpacker.read_array_header(), unpacker.read_array_header(), unpacker.tell()
+        for _ in range(items):
+            start = end
+            unpacker.skip()
+            end = unpacker.tell()
+            yield bytes(data[start:end])
+    except (ValueError, TypeError, msgpack.UnpackException) as error:
+        raise WireError(f"not a list of records: {error}") from None
+    if fields != 1 or end != len(data):
+        raise WireError("not its canonical bytes")
+
+
+@cache
+def _item_of(cls: Any) -> Any:
+    """Return the type of a Listing's records."""
+    (hint,) = typing.get_type_hints(cls).values()
+    return typing.get_args(hint)[0]
 
 
 def _problem(error: Exception) -> str:

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from annotated_types import Ge, Le, MaxLen
 
-from spes_p2p.messages.codec import Extensible, record_id
+from spes_p2p.messages.codec import Extensible, Listing, record_id
 from spes_p2p.messages.fields import (
     MAX_BANNED,
     MAX_CHANGES,
@@ -290,7 +290,7 @@ class Accept:
 
 
 @dataclass(frozen=True)
-class Decide:
+class Decide(Listing):
     """Certified commits, in order."""
 
     decided: Annotated[tuple[CertifiedCommit, ...], MaxLen(MAX_PAGE)]

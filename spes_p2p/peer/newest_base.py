@@ -29,6 +29,8 @@ class NewestBase:
         """`snapshots`: what this peer has itself."""
         self.failures = 0
         """Attempts to get the newest base that failed."""
+        self.downloaded_round = -math.inf
+        """Round of the last base that was downloaded in this life."""
         self.elements = elements
         self._node, self._snapshots = node, snapshots
         self._kept = PartialDownload(node.world.store)
@@ -84,6 +86,7 @@ class NewestBase:
             self._node.fetcher, offers, have, arrived, kept, world.store.scratch, world.run_blocking, world.threads
         )
         values.flags.writeable = False
+        self.downloaded_round = info.round
         return Base(info.commit, info.round, values, info.digest, None, digests)
 
     def clear(self) -> None:

@@ -30,7 +30,7 @@ from spes_p2p.rounds.base import Base, BuiltBase
 from spes_p2p.rounds.codecs import group_codecs
 from spes_p2p.rounds.outer import base_size
 from spes_p2p.rounds.planned import Plan
-from spes_p2p.rounds.results import KEPT_ROUNDS, Results, replayable_rounds
+from spes_p2p.rounds.results import KEPT_ROUNDS, MAX_KEPT_ROUNDS, Results, replayable_rounds
 from spes_p2p.storage.interfaces import Draft
 from spes_p2p.storage.scratch import memory_scratch
 from spes_p2p.training.checkpoint import Checkpoint
@@ -71,7 +71,8 @@ class Replica:
         scratch = memory_scratch if base_in_memory or arrays_in_memory else node.world.store.scratch
         size = base_size(layout, outer)
         is_helper = node.role == "helper"
-        self._kept_rounds = replayable_rounds(layout, self.codecs, outer) if is_helper else KEPT_ROUNDS
+        self._replayable = replayable_rounds(layout, self.codecs, outer)
+        self._kept_rounds = self._replayable if is_helper else KEPT_ROUNDS
         self.store = BaseStore(node.world, size, base_in_memory, checkpoint_every_s)
         self.checkpoints_in_phase = checkpoint_every_s > 0 and not sync.overlap
         self.resumed: tuple[str, int] = "", 0
@@ -244,15 +245,27 @@ class Replica:
         return dropped
 
     async def complete_results(self, commit: Commit) -> Results | None:
-        """Return the commit's results with every committed part; None when no reachable peer has one of them."""
+        """Return the commit's results with every committed part; None when no reachable peer has one of them.
+
+        Nobody is asked for what only a peer that is behind may have; older rounds than all keep are asked of helpers first.
+        """
+        missed = self.node.log.round - commit.round + 1
+        if commit.plan not in self.results.by_plan and missed > self._kept_elsewhere():
+            return None
         others, members = set(self.node.contacts), set(commit.members)
+        keep = others & (members if missed <= KEPT_ROUNDS else set(commit.helpers))
         peers = sorted((others | members) - {self.node.peer_id})
         self.node.world.rng.shuffle(peers)
-        for some in widening(sorted(peers, key=lambda peer: peer not in others or peer not in members)):
+        for some in widening(sorted(peers, key=lambda peer: peer not in keep)):
             results = await self.results.complete(commit, self.node.fetcher, some)
             if results is not None:
                 return results
         return None
+
+    def _kept_elsewhere(self) -> int:
+        """Return the number of last rounds whose results others keep: more while they still serve a downloaded base."""
+        is_downloaded = self.base.round < self.newest.downloaded_round + MAX_KEPT_ROUNDS
+        return max(self._replayable, MAX_KEPT_ROUNDS if is_downloaded else 0)
 
     async def _build_base(self, commit: Commit, results: Results) -> BuiltBase:
         ahead = await self.exchanges.finish_base(commit, results, self.base)

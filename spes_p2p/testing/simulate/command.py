@@ -43,14 +43,9 @@ def simulate_virtual(
         raise UserError(f"--event-log {event_log}: holds one run; attackers take two or more of a seed, so leave them out")
     if event_log is not None:
         require_place(event_log, "--event-log")
-    started, results = time.monotonic(), list[RunReport]()
+    started = time.monotonic()
     with progress as update:
-
-        def on_done(result: RunReport) -> None:
-            results.append(result)
-            update(len(results), len(seeds) * len(runs_of(scenario)))
-
-        found = run_seeds(scenario, seeds, jobs or os.cpu_count() or 1, on_done)
+        found = run_seeds(scenario, seeds, jobs or os.cpu_count() or 1, update)
     if event_log is not None:
         _write(event_log, found[0].log)
     replay = partial(_replay, "--virtual", path, options)

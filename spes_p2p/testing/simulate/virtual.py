@@ -17,8 +17,8 @@ import random
 import resource
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from collections.abc import Callable, Iterable, Iterator, MutableSequence
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -76,17 +76,21 @@ SHARED_RECORDS_PER_PEER = 64
 """Records that peers read alike: a contact and a signed announcement of each in every round, and the commits."""
 OBJECTS_PER_COLLECTION = 1_000_000
 """Allocations between two garbage collections: each visits what all peers hold, for the little that is in cycles."""
+FAULTS_PER_COLLECTION = 64
+"""Collect everything after this many faults: what a peer held in a life that ended is in cycles, a megabyte or more."""
 LOOK_EVERY_S = 0.1
 """Look this often whether a majority of the electors is gone: the logs of all peers say who these are."""
+PROGRESS_EVERY_S = 1.0
+"""Look this often how far all runs are."""
 MEMBERS_LOGGED = 32
 """A line of the event log names at most this many members of a round."""
 UNLOGGED = (TrainingProgress, BytesMoved, PeersSeen)
 """Events that are not logged."""
 
 
-def run_seed(scenario: Scenario, seed: int) -> RunReport:
-    """Run one seed to its end."""
-    run, cpu_before_s = _Run(scenario, seed), time.process_time()
+def run_seed(scenario: Scenario, seed: int, on_round: Callable[[int], None] = lambda number: None) -> RunReport:
+    """Run one seed to its end. `on_round` gets the number of each round when the first peer has it."""
+    run, cpu_before_s = _Run(scenario, seed, on_round), time.process_time()
     share_records(SHARED_RECORDS_PER_PEER * len(scenario.peer_names))
     with _LoggedErrors(run.error), _rarely_collecting():
         run_virtual(run.main())
@@ -95,21 +99,44 @@ def run_seed(scenario: Scenario, seed: int) -> RunReport:
 
 
 def run_seeds(
-    scenario: Scenario, seeds: range, jobs: int, on_done: Callable[[RunReport], None] = lambda result: None
+    scenario: Scenario, seeds: range, jobs: int, on_progress: Callable[[int, int], None] = lambda done, total: None
 ) -> list[RunReport]:
-    """Run each seed; return the results by seed. The worker processes end with this one.
+    """Run each seed; return the results by seed. The worker processes end with this one. `on_progress` counts rounds.
 
     All workers have the same hash seed, so that a seed gives the same run on every call.
     """
     runs = [(each, seed) for seed in seeds for each in runs_of(scenario)]
     os.environ.update(PYTHONHASHSEED="0", OMP_NUM_THREADS="1")  # of the workers
-    results, spawning = {}, multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(min(jobs, len(runs)), spawning, die_with, (os.getpid(),)) as pool:
-        futures = {pool.submit(run_seed, each, seed): place for place, (each, seed) in enumerate(runs)}
-        for future in as_completed(futures):
-            results[futures[future]] = future.result()
-            on_done(future.result())
-    return [results[place] for place in range(len(runs))]
+    spawning = multiprocessing.get_context("spawn")
+    rounds = spawning.RawArray("i", len(runs))
+    with ProcessPoolExecutor(min(jobs, len(runs)), spawning, _begin_worker, (os.getpid(), rounds)) as pool:
+        futures = [pool.submit(_run_counted, place, *run) for place, run in enumerate(runs)]
+        running = set(futures)
+        while running:
+            ended, running = wait(running, PROGRESS_EVERY_S, FIRST_COMPLETED)
+            for future in ended:
+                future.result()
+            on_progress(sum(rounds), scenario.rounds * len(runs))
+    return [future.result() for future in futures]
+
+
+_rounds: MutableSequence[int] = []
+"""In a worker process: how far each run is, shared with the others."""
+
+
+def _begin_worker(parent: int, rounds: MutableSequence[int]) -> None:
+    global _rounds
+    die_with(parent)
+    _rounds = rounds
+
+
+def _run_counted(place: int, scenario: Scenario, seed: int) -> RunReport:
+    def on_round(number: int) -> None:
+        _rounds[place] = min(number, scenario.rounds)
+
+    result = run_seed(scenario, seed, on_round)
+    on_round(scenario.rounds)
+    return result
 
 
 @contextlib.contextmanager
@@ -125,8 +152,8 @@ def _rarely_collecting() -> Iterator[None]:
 class _Run:
     """A swarm, its faults, and their audit."""
 
-    def __init__(self, scenario: Scenario, seed: int):
-        self._scenario = scenario
+    def __init__(self, scenario: Scenario, seed: int, on_round: Callable[[int], None] = lambda number: None):
+        self._scenario, self._on_round = scenario, on_round
         self._seed = seed
         self._rng = random.Random(f"simulate/{seed}")
         self._liars = frozenset(scenario.liars)
@@ -149,6 +176,8 @@ class _Run:
         """By peer: last round that moved the base by less than was sent, for instance by the work of several rounds at once."""
         self._last_base: np.ndarray | None = None
         """The base of the scenario's last round."""
+        self._collected_at = 0
+        """Faults that had struck when garbage was collected last."""
         self._memory_before = self._memory_bytes = 0
         """Resident memory after the first rounds, which load libraries, and the most since."""
 
@@ -287,6 +316,7 @@ class _Run:
             self._count_control_bytes(peer, event.round)
         if self._audit.newest_round > before:
             self._faults.round_committed(self._audit.newest_round)
+            self._on_round(self._audit.newest_round)
         point = point_of_event(event)
         if point is not None:
             self._faults.reached(peer, point)
@@ -352,6 +382,9 @@ class _Run:
         moved: dict[str, tuple[int, float]] = {}
         while not condition():
             await asyncio.sleep(1.0)
+            if self._faults.struck.total() >= self._collected_at + FAULTS_PER_COLLECTION:
+                self._collected_at = self._faults.struck.total()
+                gc.collect()
             self._memory_bytes = max(self._memory_bytes, _resident_bytes())
             for name, task in self._swarm.tasks.items():
                 if name not in self._liars and task.done() and not task.cancelled() and task.exception() is not None:
