@@ -12,7 +12,8 @@ bootstrap peer, on the first side, sends nothing in rounds, so nobody knows wher
 the other side, and one more copy crosses.
 
 `predicted`: 24 peers, a third of them on each of three lines, and the same swarm in the simulator: its round time beside
-theirs.
+theirs. `tcp` is the kernel's congestion control, on which that depends. Another one: sysctl -w
+net.ipv4.tcp_congestion_control=cubic
 
 Trainers take a fixed time per phase and no CPU, as on a GPU. Means over each peer's measured rounds, medians of the peers.
 """
@@ -171,7 +172,8 @@ def predicted_case(arguments: argparse.Namespace) -> Report:
         found[kind] = summary(rounds, lines, PREDICTED_PHASE_S)
         print(f"{kind}: {found[kind]}", file=sys.stderr)
     ratios = {of: round(found["real"][of] / found["predicted"][of], 3) for of in ("seconds_per_round", "round_without_phase_s")}
-    return {**found, "real_over_predicted": ratios, "mbit": speeds, "megabytes": arguments.predicted_megabytes}
+    tcp = Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text().strip()
+    return {**found, "real_over_predicted": ratios, "mbit": speeds, "megabytes": arguments.predicted_megabytes, "tcp": tcp}
 
 
 async def simulated(spec: Report, lines: Mapping[str, float], rounds: int) -> dict[str, list[Report]]:
