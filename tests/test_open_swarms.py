@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 from exchange_round import LAYOUT
 from open_campaign import ELECTOR, OPEN, PHASE_TOKENS, RECENT, WIDE, announce
@@ -23,15 +24,16 @@ from spes_p2p.errors import Refused, UserError
 from spes_p2p.messages.admission import Invitation
 from spes_p2p.messages.codec import pack
 from spes_p2p.messages.consensus import Commit, Control, Signed
+from spes_p2p.messages.content import SnapshotInfo
 from spes_p2p.messages.fields import MAX_EXPERTS
 from spes_p2p.messages.framing import Kind
-from spes_p2p.messages.methods import ROUND
+from spes_p2p.messages.methods import ROUND, SNAPSHOT
 from spes_p2p.messages.refusals import Code
 from spes_p2p.messages.rounds import Manifest, Report, Stalled
 from spes_p2p.messages.samples import Interval
 from spes_p2p.model.layout import Layout
 from spes_p2p.net.rpc import RpcEndpoint, Stream
-from spes_p2p.observe.events import PeersSeen, RoundFailed
+from spes_p2p.observe.events import DigestMismatch, PeersSeen, RoundFailed
 from spes_p2p.peer import collecting, coordinator, gathering
 from spes_p2p.peer.attempt import RoundMember
 from spes_p2p.peer.collecting import StagedReports
@@ -47,6 +49,7 @@ from spes_p2p.rounds.archive import NO_ARCHIVE, Archive
 from spes_p2p.rounds.audits import can_be_audited
 from spes_p2p.rounds.claims import Outstanding
 from spes_p2p.rounds.commit import staged_report
+from spes_p2p.rounds.digest import piece_digests, root_digest
 from spes_p2p.rounds.parts import part_table
 from spes_p2p.rounds.plan import MAX_SPEED_RATIO, NEWCOMER_WEIGHT
 from spes_p2p.rounds.planned import Plan
@@ -517,6 +520,52 @@ def test_strangers_in_the_majority_do_not_choose_the_base() -> None:
         assert swarm.recorders["A"].of(RoundFailed) == []
 
     simulate(main)
+
+
+def serve_false_bases(swarm: VirtualSwarm, name: str) -> None:
+    """Let a peer name and serve false bases, the same as all other liars."""
+    snapshots, false = swarm.peers[name].replica.store.snapshots, dict[str, tuple[SnapshotInfo, np.ndarray, bytes]]()
+    honest = snapshots._find
+
+    def find(commit: str) -> tuple[SnapshotInfo, np.ndarray, bytes]:
+        info, base, _ = honest(commit)
+        if info.commit not in false:
+            base = np.array(base)
+            base[0] += 1.0
+            digests = piece_digests(base)
+            false[info.commit] = replace(info, digest=root_digest(digests)), base, digests
+        return false[info.commit]
+
+    snapshots._find = find  # type: ignore[method-assign]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("do_vouched_answer", [True, False])
+def test_strangers_that_all_name_one_false_base_keep_nobody_out(do_vouched_answer: bool) -> None:
+    """Where nobody vouched has a base to offer, it is believed until the next commit certifies another one."""
+
+    async def busy(stream: Stream) -> None:
+        raise Refused(Code.BUSY, "no")
+
+    async def main() -> dict[str, int]:
+        liars = "PQRSTU"
+        swarm = unaudited_swarm("AB", "")
+        swarm.invitations["C"] = swarm.invitation("C", ELECTOR)
+        for name in f"ABX{liars}":
+            swarm.start(name)
+        log = swarm.nodes["W"].log
+        await swarm.until(lambda: log.round >= 8 and {*liars, "X"} <= {*log.last.members})
+        for name in liars:
+            serve_false_bases(swarm, name)
+        for name in "" if do_vouched_answer else "WAB":
+            await swarm.nodes[name].endpoint.serve(SNAPSHOT, busy)
+        for name in "CH":
+            swarm.start(name)
+        await swarm.until(lambda: {*"CH"} <= {*log.last.members}, 100.0)
+        return {name: len(swarm.recorders[name].of(DigestMismatch)) for name in "CH"}
+
+    believed = simulate(main)
+    assert (max(believed.values()) == 0) == do_vouched_answer
 
 
 async def goes_on(swarm: VirtualSwarm, members: str, where: Callable[[Commit], bool]) -> None:

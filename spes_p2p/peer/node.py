@@ -96,6 +96,8 @@ class Node:
         """The commit whose base this peer evaluated last, and that base's held-out loss, in nats per token."""
         self._blobs = blobs
         self._observer = observer
+        self._vouched: tuple[str, frozenset[str]] = "", frozenset()
+        """See `vouched`, with the id of the last commit then."""
         self._planned_members: frozenset[str] = frozenset()
         """Members of the newest plan here, which may become participants."""
         self.endpoint.shares.is_known, self.endpoint.shares.is_trusted = self._is_known, self._is_trusted
@@ -109,6 +111,15 @@ class Node:
     def peer_id(self) -> str:
         """This peer's id."""
         return self.endpoint.peer_id
+
+    @property
+    def vouched(self) -> frozenset[str]:
+        """The peers that the last commits name and for whom the owner vouches, among friends all."""
+        last = self.log.last
+        if self._vouched[0] != last.id:
+            named = (commit.trusted for commit in self.log.recent(last.round))
+            self._vouched = last.id, frozenset[str]().union(*named)
+        return self._vouched[1]
 
     def meet_members(self, plan: Plan) -> None:
         """Take the members of a new plan for participants, with their share of this peer's resources."""
