@@ -20,11 +20,11 @@ from spes_p2p.consensus.reform import is_reform
 from spes_p2p.consensus.signed import sign
 from spes_p2p.content.relay import Relay
 from spes_p2p.data.slices import MAX_RETURNED
-from spes_p2p.errors import Refused, UserError
+from spes_p2p.errors import PeerUnreachable, Refused, UserError
 from spes_p2p.messages.admission import Invitation
 from spes_p2p.messages.codec import pack
 from spes_p2p.messages.consensus import Commit, Control, Signed
-from spes_p2p.messages.content import SnapshotInfo
+from spes_p2p.messages.content import PiecesRequest, SnapshotInfo
 from spes_p2p.messages.fields import MAX_EXPERTS
 from spes_p2p.messages.framing import Kind
 from spes_p2p.messages.methods import ROUND, SNAPSHOT
@@ -33,6 +33,7 @@ from spes_p2p.messages.rounds import Manifest, Report, Stalled
 from spes_p2p.messages.samples import Interval
 from spes_p2p.model.layout import Layout
 from spes_p2p.net.rpc import RpcEndpoint, Stream
+from spes_p2p.net.tasks import end_tasks
 from spes_p2p.observe.events import DigestMismatch, PeersSeen, RoundFailed
 from spes_p2p.peer import collecting, coordinator, gathering
 from spes_p2p.peer.attempt import RoundMember
@@ -566,6 +567,72 @@ def test_strangers_that_all_name_one_false_base_keep_nobody_out(do_vouched_answe
 
     believed = simulate(main)
     assert (max(believed.values()) == 0) == do_vouched_answer
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("is_back", [False, True], ids=["new", "back"])
+def test_strangers_that_download_at_a_permitted_speed_keep_no_invited_elector_out(is_back: bool) -> None:
+    """While it downloads, no recent commit names it."""
+
+    async def main() -> None:
+        swarm, begun = unaudited_swarm("AB", "", layout=WIDE), set[tuple[str, str]]()
+        swarm.invitations["C"] = swarm.invitation("C", ELECTOR)
+        for name in "WAB":
+            swarm.network.set_bandwidth(name, 4e6, 4e6)
+        log, clock = swarm.nodes["W"].log, asyncio.get_running_loop().time
+        for name in "ABC" if is_back else "AB":
+            swarm.start(name)
+        await swarm.until(lambda: log.round >= 3 and ("C" in log.last.members) == is_back)
+        if is_back:
+            swarm.kill("C")
+        await swarm.until(lambda: "C" not in swarm.nodes["A"].vouched)
+
+        async def download(endpoint: RpcEndpoint, donor: str) -> None:
+            """One piece every 4 s, which is 0.5 Mbit/s, after two that give the upload its turn."""
+            while True:
+                began, is_begun = clock(), (endpoint.peer_id, donor) in begun
+                begun.add((endpoint.peer_id, donor))
+                try:
+                    async with endpoint.stream(donor, "base") as stream:
+                        await stream.send(pack(PiecesRequest("", (0,) if is_begun else (0, 1))))
+                        while await stream.receive(Kind.CONTENT) is not None:
+                            pass
+                except (PeerUnreachable, Refused):
+                    begun.discard((endpoint.peer_id, donor))
+                await asyncio.sleep(max(0.2, began + 4.0 - clock()))
+
+        endpoints = [RpcEndpoint(swarm.network.transport(f"stranger-{number}"), 5.0) for number in range(4)]
+        downloads = [asyncio.ensure_future(download(each, donor)) for each in endpoints for donor in "WAB"]
+        await asyncio.sleep(12.0)
+        swarm.start_again("C") if is_back else swarm.start("C")
+        await swarm.until(lambda: "C" in log.last.members, 60.0)
+        await end_tasks(downloads)
+
+    simulate(main)
+
+
+def test_an_invitation_is_believed_of_whom_the_owner_named_in_it_until_it_expires() -> None:
+    async def main() -> None:
+        swarm = unaudited_swarm("", "")
+        node, good = swarm.nodes["W"], swarm.invitation("C", ELECTOR)
+        now_s, is_trusted = int(node.world.wall_time()), node.endpoint.shares.is_trusted
+        owner = SimulatedIdentity("W")
+        for shown in (
+            good, replace(good, peer="X"), swarm.invitation("X", ("trainer",)), swarm.invitation("", ELECTOR),
+            signed_invitation(replace(good, peer="X"), SimulatedIdentity("X")),
+            signed_invitation(replace(good, peer="X", campaign="ab" * 32), owner),
+            signed_invitation(replace(good, peer="X", expires=now_s), owner),
+        ):
+            node.see_invitation("X", shown)
+            assert not is_trusted("X")
+        node.see_invitation("C", signed_invitation(replace(good, expires=now_s + 100), owner))
+        assert is_trusted("C")
+        await asyncio.sleep(101.0)
+        assert not is_trusted("C")
+        node.see_invitation("C", good)
+        assert is_trusted("C")
+
+    simulate(main)
 
 
 async def goes_on(swarm: VirtualSwarm, members: str, where: Callable[[Commit], bool]) -> None:

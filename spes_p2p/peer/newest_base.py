@@ -44,9 +44,9 @@ class NewestBase:
 
         The word of those for whom the owner vouches counts until a commit certifies the digest.
         """
-        node = self._node
-        digest = self._certified_digest(commit)
-        return await collect_offers(node.endpoint, node.others(), commit.id, self.elements, node.vouched, digest)
+        node, donors = self._node, self._node.others()
+        digest, shown = self._certified_digest(commit), node.invitation if node.is_invited(node.invitation) else None
+        return await collect_offers(node.endpoint, donors, commit.id, self.elements, node.vouched, digest, shown)
 
     async def offers_of_newest(self) -> list[Offer]:
         """Learn the newest commit, then return the offers of its base."""

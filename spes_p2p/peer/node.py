@@ -51,6 +51,8 @@ MAX_CONCURRENT_CLAIMS = 4
 """Ask at most this many peers concurrently to prove rounds that they claim to know."""
 DOUBT_S = 30.0
 """After a peer failed to prove a claim, ignore its claims this long."""
+MAX_INVITED = 1024
+"""Bounds the peers that are remembered for the invitation that they showed."""
 MAX_CONTACT_ADDRESSES = 4
 """Keeps a contact below the DHT's limit for a value."""
 
@@ -98,6 +100,8 @@ class Node:
         self._observer = observer
         self._vouched: tuple[str, frozenset[str]] = "", frozenset()
         """See `vouched`, with the id of the last commit then."""
+        self._invited: dict[str, int] = {}
+        """When the invitations expire that peers have shown here, in Unix time."""
         self._planned_members: frozenset[str] = frozenset()
         """Members of the newest plan here, which may become participants."""
         self.endpoint.shares.is_known, self.endpoint.shares.is_trusted = self._is_known, self._is_trusted
@@ -130,10 +134,10 @@ class Node:
         return peer in self.log.last.participants or peer in self._planned_members or peer == self.peer_id
 
     def _is_trusted(self, peer: str) -> bool:
-        """Return whether a peer takes part and the owner vouches for it; in a campaign that is not open, for all that do."""
+        """Return whether the owner vouches for a peer; in a campaign that is not open, for all that take part."""
         if self.campaign.config.admission != "open":
             return self._is_known(peer)
-        return peer in self.log.last.trusted or peer == self.peer_id
+        return peer in self.vouched or peer == self.peer_id or self._invited.get(peer, 0) > self.world.wall_time()
 
     @property
     def base_loss(self) -> float | None:
@@ -211,6 +215,16 @@ class Node:
     def is_invited(self, invitation: Invitation | None) -> bool:
         """Return whether this invitation, of an admitted peer, is one of an elector or a helper to an open campaign."""
         return self.campaign.config.admission == "open" and standing_of("open", "", invitation, ()) == "vouched"
+
+    def see_invitation(self, peer: str, invitation: Invitation) -> None:
+        """Trust a peer that shows an invitation as elector or helper, before a commit names it."""
+        if not self.is_invited(invitation) or self._invited.get(peer, 0) >= invitation.expires:
+            return
+        with contextlib.suppress(Refused):
+            self.check_admission(peer, "trainer" in invitation.roles, invitation, self.controls.newest)
+            self._invited[peer] = invitation.expires
+            if len(self._invited) > MAX_INVITED:
+                del self._invited[next(iter(self._invited))]
 
     async def refresh_contacts(self, only_if_due: bool = False) -> None:
         """Renew this peer's contact, look up the others, and learn the commits and control records that they are ahead by.

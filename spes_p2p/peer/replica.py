@@ -122,6 +122,7 @@ class Replica:
         """Serve exchanges, results and bases from now on."""
         await self.exchanges.serve()
         await self.results.serve(self.node.content)
+        self.store.snapshots.on_invitation = self.node.see_invitation
         await self.store.snapshots.serve(self.node.endpoint, self.node.content)
 
     async def replay_until(self, round_number: int) -> None:
