@@ -167,9 +167,9 @@ class Node:
         return task
 
     def others(self, role: str | None = None) -> list[str]:
-        """Return the other peers in the registry: first those of the last commit, last those with an unproven claim.
+        """Return the other peers in the registry: first those of the last commit, by the commits that they claim to know.
 
-        Between them, those that claim the newest commit come first, in random order.
+        The rest is in random order, since anybody may claim any round; those with an unproven claim come last.
         """
         me = self.peer_id
         return self._best_first([p for p, contact in self.contacts.items() if p != me and role in (None, contact.role)])
@@ -177,7 +177,8 @@ class Node:
     def _best_first(self, found: list[str]) -> list[str]:
         known, now = self.log.last.participants, asyncio.get_running_loop().time()
         doubted = {peer for peer, until in self._doubted_until.items() if until > now}
-        return sorted(found, key=lambda peer: (peer not in known, peer in doubted, -self.contacts[peer].round))
+        known_round = {peer: self.contacts[peer].round for peer in found if peer in known}
+        return sorted(found, key=lambda peer: (peer not in known, peer in doubted, -known_round.get(peer, 0)))
 
     def coordinators(self) -> tuple[str, ...]:
         """Return the next round's coordinators, in the order of their turns."""
