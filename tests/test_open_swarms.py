@@ -611,6 +611,25 @@ def test_strangers_that_download_at_a_permitted_speed_keep_no_invited_elector_ou
     simulate(main)
 
 
+def test_strangers_get_results_at_once_only_while_no_exchange_is_under_way() -> None:
+    async def main() -> set[tuple[bool, bool]]:
+        swarm, found = unaudited_swarm("AB", "", layout=WIDE), set[tuple[bool, bool]]()
+        for name in "WAB":
+            swarm.network.set_bandwidth(name, 4e6, 4e6)
+        for name in "AB":
+            swarm.start(name)
+        node, replica = swarm.nodes["A"], swarm.peers["A"].replica
+        await swarm.until(lambda: node.log.round >= 1)
+        while node.log.round < 4:
+            await asyncio.sleep(0.1)
+            for kind in ("plan", "manifests", "parts"):
+                found.add((bool(replica.exchanges.by_plan), node.content.is_due[kind]("stranger", node.log.last.plan)))
+                assert node.content.is_due[kind]("B", node.log.last.plan)
+        return found
+
+    assert simulate(main) == {(True, False), (False, True)}
+
+
 def test_an_invitation_is_believed_of_whom_the_owner_named_in_it_until_it_expires() -> None:
     async def main() -> None:
         swarm = unaudited_swarm("", "")
