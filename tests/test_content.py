@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import hashlib
 import logging
 import random
@@ -582,6 +583,22 @@ def test_one_peer_opens_few_requests_at_a_donor_whatever_it_downloads(tmp_path: 
         assert most == REQUESTS_PER_PEER
 
     simulate(main)
+
+
+def test_a_donor_that_is_asked_no_more_is_forgotten() -> None:
+    async def main() -> int:
+        fetcher = Fetcher(RpcEndpoint(MemoryNetwork().transport("A"), SILENCE_S))
+        content = listed("base", "x", bytes(32), 1)
+
+        async def keep(index: int, got: Body) -> None:
+            pass
+
+        for number in range(100):
+            assert await fetcher.fetch(content, [0], [fetcher.peers([f"gone-{number}"])], keep) == [0]
+        gc.collect()
+        return len(fetcher._slots)
+
+    assert simulate(main) == 0
 
 
 def test_a_peer_that_takes_nothing_frees_its_place() -> None:

@@ -23,11 +23,11 @@ from spes_p2p.data.slices import MAX_RETURNED
 from spes_p2p.errors import PeerUnreachable, Refused, UserError
 from spes_p2p.messages.admission import Invitation
 from spes_p2p.messages.codec import pack
-from spes_p2p.messages.consensus import Commit, Control, Signed
+from spes_p2p.messages.consensus import Commit, Control, Leave, Signed
 from spes_p2p.messages.content import PiecesRequest, SnapshotInfo
 from spes_p2p.messages.fields import MAX_EXPERTS
 from spes_p2p.messages.framing import Kind
-from spes_p2p.messages.methods import ROUND, SNAPSHOT
+from spes_p2p.messages.methods import LEAVE, ROUND, SNAPSHOT
 from spes_p2p.messages.refusals import Code
 from spes_p2p.messages.rounds import Manifest, Report, Stalled
 from spes_p2p.messages.samples import Interval
@@ -38,7 +38,6 @@ from spes_p2p.observe.events import DigestMismatch, PeersSeen, RoundFailed
 from spes_p2p.peer import collecting, coordinator, gathering
 from spes_p2p.peer.attempt import RoundMember
 from spes_p2p.peer.collecting import StagedReports
-from spes_p2p.peer.coordinator import COUNT_BYTES, STRANGERS_BYTES, longest_of_stranger
 from spes_p2p.peer.courtesy import Courtesy
 from spes_p2p.peer.exchange import Exchange
 from spes_p2p.peer.gathering import MAX_LATE, LateArrivals
@@ -48,7 +47,7 @@ from spes_p2p.peer.transfers import Transfers
 from spes_p2p.rounds import parts
 from spes_p2p.rounds.archive import NO_ARCHIVE, Archive
 from spes_p2p.rounds.audits import can_be_audited
-from spes_p2p.rounds.claims import Outstanding
+from spes_p2p.rounds.claims import COUNT_BYTES, STRANGERS_BYTES, Outstanding, longest_of_stranger
 from spes_p2p.rounds.commit import staged_report
 from spes_p2p.rounds.digest import piece_digests, root_digest
 from spes_p2p.rounds.parts import part_table
@@ -415,6 +414,41 @@ def test_a_stranger_that_announces_more_than_its_work_explains_is_in_no_plan() -
     simulate(main)
 
 
+def test_a_stranger_that_leaves_says_no_more_than_its_work_explains(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a proposal has no room for all that leave, vouched peers go first."""
+
+    async def main() -> None:
+        swarm = unaudited_swarm("AB", "XY")
+        for name in "ABXY":
+            swarm.start(name)
+        log = swarm.nodes["W"].log
+        await swarm.until(lambda: {*"ABXY"} <= {*log.last.members})
+        left = log.last
+        for name in "BXY":
+            swarm.kill(name)
+
+        async def leave(name: str, intervals: int) -> int:
+            said = Leave(left.id, tuple(Interval(0, 2 * i, 2 * i + 1) for i in range(intervals)))
+            signed = sign(said, SimulatedIdentity(name))
+            endpoint = RpcEndpoint(swarm.network.transport(name), 5.0)
+            for elector in "WA":
+                await endpoint.ask(elector, LEAVE, pack(signed), 5.0)
+            return len(pack(signed))
+
+        await leave("X", 100)
+        monkeypatch.setattr(coordinator, "RETURNED_BYTES", await leave("B", 4000))
+        with pytest.raises(Refused) as refused:
+            await leave("Y", 4000)
+        assert refused.value.code is Code.MALFORMED
+        assert swarm.nodes["W"].departures.gone(left.id).keys() == {*"BX"}
+        await swarm.until(lambda: swarm.round_of("A") > left.round)
+        plan = swarm.peers["A"].replica.base.plan
+        assert plan is not None
+        assert [each.peer for each in plan.proposal.returned] == ["B"]
+
+    simulate(main)
+
+
 def test_a_stranger_may_announce_a_token_count_for_each_expert_and_all_its_samples() -> None:
     samples = tuple(Interval(2**40, 2**50 + 2 * i, 2**50 + 2 * i + 1) for i in range(MAX_RETURNED))
     honest = announce(untrained=samples, routed=(2**48,) * MAX_EXPERTS)
@@ -611,6 +645,7 @@ def test_strangers_that_download_at_a_permitted_speed_keep_no_invited_elector_ou
     simulate(main)
 
 
+@pytest.mark.long
 def test_strangers_get_results_at_once_only_while_no_exchange_is_under_way() -> None:
     async def main() -> set[tuple[bool, bool]]:
         swarm, found = unaudited_swarm("AB", "", layout=WIDE), set[tuple[bool, bool]]()
