@@ -14,11 +14,13 @@ from spes_p2p.consensus.signed import sign
 from spes_p2p.errors import Refused
 from spes_p2p.messages.codec import WireError, pack, unpack
 from spes_p2p.messages.consensus import CommitsRequest, Decide
-from spes_p2p.messages.methods import COMMITS, CONTROL, HISTORY, PING, PROTOCOL_VERSION, ROUND
+from spes_p2p.messages.methods import COMMITS, CONTROL, HISTORY, MILESTONE, PING, PROTOCOL_VERSION, ROUND
 from spes_p2p.messages.presence import Contact, HistoryPage, HistoryRequest, RoundRecord
+from spes_p2p.messages.refusals import Code
 from spes_p2p.messages.rounds import Announcement, Pong
 from spes_p2p.net.contacts import registry_key
 from spes_p2p.net.rpc import RpcEndpoint, Stream
+from spes_p2p.net.tasks import end_tasks
 from spes_p2p.peer.history_sync import LEAST_RECORDS, MAX_PAGES, pages
 from spes_p2p.testing.memory_network import MemoryNetwork
 from spes_p2p.testing.simulate.swarm import VirtualSwarm, campaign
@@ -32,10 +34,10 @@ Attack = Callable[["Stranger"], Coroutine[Any, Any, None]]
 class Stranger:
     """A peer of no campaign beside a swarm, and what it serves."""
 
-    def __init__(self, swarm: VirtualSwarm):
+    def __init__(self, swarm: VirtualSwarm, name: str = "X"):
         self.swarm, self.network = swarm, swarm.network
-        self.endpoint = RpcEndpoint(self.network.transport("X"), 5.0)
-        self.registry = self.network.registry("X")
+        self.endpoint = RpcEndpoint(self.network.transport(name), 5.0)
+        self.registry = self.network.registry(name)
 
     async def put(self, round_number: int, commit: str = "f" * 64, control: int = 0) -> None:
         """Claim this in the registry."""
@@ -120,6 +122,35 @@ def seconds_of(attack: Attack, rounds: int = 15) -> float:
 def test_a_claim_slows_rounds_by_at_most_a_tenth(attack: Attack) -> None:
     """And once, by a silence for each of the four coordinators."""
     assert seconds_of(attack) <= 1.1 * seconds_of(nothing) + 4 * 5.0
+
+
+@pytest.mark.long
+def test_claims_of_far_rounds_keep_nobody_out_who_knows_no_member_yet() -> None:
+    """While the bootstrap peer is away, a joiner knows nobody; some dozens of strangers claim far rounds, and prove none."""
+
+    async def busy(stream: Stream) -> None:
+        await stream.message()
+        await asyncio.sleep(4.0)
+        raise Refused(Code.BUSY, "wait", retry_s=1.0)
+
+    async def claims(stranger: Stranger) -> None:
+        for method in (COMMITS, CONTROL, MILESTONE):
+            await stranger.endpoint.serve(method, busy)
+        await stranger.put(FAR)
+        await asyncio.sleep(10**6)
+
+    async def main() -> None:
+        swarm = VirtualSwarm(campaign(total_steps=10**6))
+        swarm.start_all()
+        await swarm.until_round(2)
+        names = [f"X{number}" for number in range(48)]
+        hostile = [swarm.network.run_peer(name, claims(Stranger(swarm, name))) for name in names]
+        swarm.kill("W")
+        swarm.start("D")
+        await swarm.until(lambda: "D" in swarm.nodes["A"].log.last.members, 300.0)
+        await end_tasks(hostile)
+
+    run_virtual(main())
 
 
 def test_known_commits_given_again_and_again_end_the_paging() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import hashlib
 import logging
 import random
@@ -36,6 +37,7 @@ from spes_p2p.messages.refusals import Code
 from spes_p2p.messages.rounds import Manifest
 from spes_p2p.net.limits import limited_line
 from spes_p2p.net.rpc import STALLED_SILENCES, RpcEndpoint, Stream
+from spes_p2p.net.shares import ANSWERS_BITS
 from spes_p2p.net.tasks import end_tasks
 from spes_p2p.peer.checking import Checking
 from spes_p2p.peer.kept_results import KeptResults
@@ -115,7 +117,7 @@ def parts_case(folder: Path) -> Case:
     def serve(endpoint: RpcEndpoint, server: ContentServer) -> Any:
         kept = KeptResults(in_memory_world(MemoryNetwork(), "any"), lambda proposal: PLAN, LAYOUT, CODEC)
         kept.by_plan[PLAN.id] = results
-        return kept.serve(server)
+        return kept.serve(server, lambda peer, plan: True)
 
     content = Content("parts", PLAN.id, lambda index: Piece(results.digests[index], results.parts[index].encoded_bytes))
     return Case(content, {index: bytes(body) for index, body in results.encoded.items()}, serve)
@@ -583,6 +585,22 @@ def test_one_peer_opens_few_requests_at_a_donor_whatever_it_downloads(tmp_path: 
     simulate(main)
 
 
+def test_a_donor_that_is_asked_no_more_is_forgotten() -> None:
+    async def main() -> int:
+        fetcher = Fetcher(RpcEndpoint(MemoryNetwork().transport("A"), SILENCE_S))
+        content = listed("base", "x", bytes(32), 1)
+
+        async def keep(index: int, got: Body) -> None:
+            pass
+
+        for number in range(100):
+            assert await fetcher.fetch(content, [0], [fetcher.peers([f"gone-{number}"])], keep) == [0]
+        gc.collect()
+        return len(fetcher._slots)
+
+    assert simulate(main) == 0
+
+
 def test_a_peer_that_takes_nothing_frees_its_place() -> None:
     async def main() -> None:
         network, body = MemoryNetwork(latency_s=0.01), bytes(200 * CHUNK_BYTES)
@@ -642,7 +660,7 @@ def test_peers_that_take_a_little_at_a_time_keep_nobody_out(fast: int) -> None:
 
         async def download(name: str) -> None:
             async with RpcEndpoint(network.transport(name), SILENCE_S).stream("A", "file") as stream:
-                await stream.send(pack(PiecesRequest("x", (0,) * 16)))
+                await stream.send(pack(PiecesRequest("x", tuple(range(16)))))
                 while await stream.receive(Kind.CONTENT) is not None:
                     pass
 
@@ -694,6 +712,52 @@ def test_strangers_that_download_for_ever_keep_out_nobody_whom_the_owner_vouches
         return sum(got) / 300.0
 
     assert simulate(main) > 0.4 * SLOWEST_LINE_BITS / 8
+
+
+def test_strangers_that_are_paced_take_no_places_of_others() -> None:
+    async def main() -> tuple[float, float]:
+        network, clock = MemoryNetwork(latency_s=0.05), asyncio.get_running_loop().time
+        donor, body = RpcEndpoint(network.transport("A"), 5.0), bytes(4 * CHUNK_BYTES)
+        donor.shares.is_known = donor.shares.is_trusted = lambda peer: peer == "member"
+        server = ContentServer(donor)
+        server.is_due["parts"] = lambda peer, plan: peer == "member"
+
+        async def source(name: str, index: int) -> Body | None:
+            return body
+
+        async def keep(index: int, got: Body) -> None:
+            pass
+
+        await server.serve("parts", source, 4)
+        content = listed("parts", "x", content_digest(body) * 10**4, len(body))
+
+        async def download(name: str, pieces: int) -> None:
+            fetcher = Fetcher(RpcEndpoint(network.transport(name), 5.0))
+            assert not await fetcher.fetch(content, range(pieces), [fetcher.peers(["A"])], keep)
+
+        strangers = [asyncio.ensure_future(download(f"stranger-{number}", 10**4)) for number in range(8)]
+        await asyncio.sleep(20.0)
+        began, sent = clock(), donor.sent["parts"]
+        await download("member", 8)
+        took_s = clock() - began
+        await end_tasks(strangers)
+        return took_s, sent / 20.0
+
+    took_s, bytes_per_s = simulate(main)
+    assert took_s < 1.0
+    assert bytes_per_s < 2 * ANSWERS_BITS / 8
+
+
+def test_a_request_that_names_a_piece_twice_is_refused(case: Case) -> None:
+    async def main() -> Code:
+        network = MemoryNetwork()
+        endpoint, asker = (RpcEndpoint(network.transport(name), SILENCE_S) for name in "AB")
+        await case.serve(endpoint, ContentServer(endpoint))
+        with pytest.raises(Refused) as refused:
+            await asker.ask("A", case.content.kind, pack(PiecesRequest(case.content.name, (0, 0))))
+        return refused.value.code
+
+    assert simulate(main) is Code.MALFORMED
 
 
 def test_who_asks_for_what_is_not_here_gets_no_place_before_others() -> None:

@@ -16,6 +16,7 @@ from spes_p2p.net.detector import (
     ELSEWHERE_CEILINGS,
     ENOUGH_GAPS,
     FLOOR_HEARTBEATS,
+    MAX_PEERS,
     MUCH_BYTES,
     SilenceDetector,
     silence_bound,
@@ -59,6 +60,24 @@ def test_a_slow_peer_gets_its_own_patience_and_a_new_one_that_of_the_swarm() -> 
         detector.saw_gap("quick", 1.0)
     assert detector.bound("slow") == CEILING_S
     assert detector.bound("quick") == detector.bound("new") == FLOOR_HEARTBEATS * detector.heartbeat_s
+
+
+def test_of_more_peers_than_can_be_remembered_those_are_that_were_heard_last() -> None:
+    detector = SilenceDetector(CEILING_S)
+    for _ in range(ENOUGH_GAPS):
+        detector.saw_gap("slow", 1.0)
+        detector.saw_gap("slow", 4.0)
+    for number in range(3 * MAX_PEERS):
+        detector.heard("slow", float(number))
+        detector.heard(f"new-{number}", float(number))
+        detector.saw_gap(f"new-{number}", 1.0)
+        detector.bound(f"new-{number}")
+        detector.lost(f"gone-{number}", float(number))
+    assert detector.bound("slow") == CEILING_S
+    assert detector.is_lost(f"gone-{number}", float(number))
+    for known in (detector._heard_at, detector._lost_at, detector._of, detector._bounds):
+        assert "slow" in known or known is detector._lost_at
+        assert len(known) <= MAX_PEERS
 
 
 def test_while_much_is_exchanged_the_bound_is_the_ceiling() -> None:

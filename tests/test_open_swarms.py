@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 from exchange_round import LAYOUT
 from open_campaign import ELECTOR, OPEN, PHASE_TOKENS, RECENT, WIDE, announce
@@ -19,23 +20,24 @@ from spes_p2p.consensus.reform import is_reform
 from spes_p2p.consensus.signed import sign
 from spes_p2p.content.relay import Relay
 from spes_p2p.data.slices import MAX_RETURNED
-from spes_p2p.errors import Refused, UserError
+from spes_p2p.errors import PeerUnreachable, Refused, UserError
 from spes_p2p.messages.admission import Invitation
 from spes_p2p.messages.codec import pack
-from spes_p2p.messages.consensus import Commit, Control, Signed
+from spes_p2p.messages.consensus import Commit, Control, Leave, Signed
+from spes_p2p.messages.content import PiecesRequest, SnapshotInfo
 from spes_p2p.messages.fields import MAX_EXPERTS
 from spes_p2p.messages.framing import Kind
-from spes_p2p.messages.methods import ROUND
+from spes_p2p.messages.methods import LEAVE, ROUND, SNAPSHOT
 from spes_p2p.messages.refusals import Code
 from spes_p2p.messages.rounds import Manifest, Report, Stalled
 from spes_p2p.messages.samples import Interval
 from spes_p2p.model.layout import Layout
 from spes_p2p.net.rpc import RpcEndpoint, Stream
-from spes_p2p.observe.events import PeersSeen, RoundFailed
+from spes_p2p.net.tasks import end_tasks
+from spes_p2p.observe.events import DigestMismatch, PeersSeen, RoundFailed
 from spes_p2p.peer import collecting, coordinator, gathering
 from spes_p2p.peer.attempt import RoundMember
 from spes_p2p.peer.collecting import StagedReports
-from spes_p2p.peer.coordinator import COUNT_BYTES, STRANGERS_BYTES, longest_of_stranger
 from spes_p2p.peer.courtesy import Courtesy
 from spes_p2p.peer.exchange import Exchange
 from spes_p2p.peer.gathering import MAX_LATE, LateArrivals
@@ -45,8 +47,9 @@ from spes_p2p.peer.transfers import Transfers
 from spes_p2p.rounds import parts
 from spes_p2p.rounds.archive import NO_ARCHIVE, Archive
 from spes_p2p.rounds.audits import can_be_audited
-from spes_p2p.rounds.claims import Outstanding
+from spes_p2p.rounds.claims import COUNT_BYTES, STRANGERS_BYTES, Outstanding, longest_of_stranger
 from spes_p2p.rounds.commit import staged_report
+from spes_p2p.rounds.digest import piece_digests, root_digest
 from spes_p2p.rounds.parts import part_table
 from spes_p2p.rounds.plan import MAX_SPEED_RATIO, NEWCOMER_WEIGHT
 from spes_p2p.rounds.planned import Plan
@@ -411,6 +414,41 @@ def test_a_stranger_that_announces_more_than_its_work_explains_is_in_no_plan() -
     simulate(main)
 
 
+def test_a_stranger_that_leaves_says_no_more_than_its_work_explains(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a proposal has no room for all that leave, vouched peers go first."""
+
+    async def main() -> None:
+        swarm = unaudited_swarm("AB", "XY")
+        for name in "ABXY":
+            swarm.start(name)
+        log = swarm.nodes["W"].log
+        await swarm.until(lambda: {*"ABXY"} <= {*log.last.members})
+        left = log.last
+        for name in "BXY":
+            swarm.kill(name)
+
+        async def leave(name: str, intervals: int) -> int:
+            said = Leave(left.id, tuple(Interval(0, 2 * i, 2 * i + 1) for i in range(intervals)))
+            signed = sign(said, SimulatedIdentity(name))
+            endpoint = RpcEndpoint(swarm.network.transport(name), 5.0)
+            for elector in "WA":
+                await endpoint.ask(elector, LEAVE, pack(signed), 5.0)
+            return len(pack(signed))
+
+        await leave("X", 100)
+        monkeypatch.setattr(coordinator, "RETURNED_BYTES", await leave("B", 4000))
+        with pytest.raises(Refused) as refused:
+            await leave("Y", 4000)
+        assert refused.value.code is Code.MALFORMED
+        assert swarm.nodes["W"].departures.gone(left.id).keys() == {*"BX"}
+        await swarm.until(lambda: swarm.round_of("A") > left.round)
+        plan = swarm.peers["A"].replica.base.plan
+        assert plan is not None
+        assert [each.peer for each in plan.proposal.returned] == ["B"]
+
+    simulate(main)
+
+
 def test_a_stranger_may_announce_a_token_count_for_each_expert_and_all_its_samples() -> None:
     samples = tuple(Interval(2**40, 2**50 + 2 * i, 2**50 + 2 * i + 1) for i in range(MAX_RETURNED))
     honest = announce(untrained=samples, routed=(2**48,) * MAX_EXPERTS)
@@ -515,6 +553,138 @@ def test_strangers_in_the_majority_do_not_choose_the_base() -> None:
         swarm.start_all("ABVXYZ")
         await swarm.until(lambda: min(swarm.round_of("A"), swarm.round_of("B")) >= 4, 400)
         assert swarm.recorders["A"].of(RoundFailed) == []
+
+    simulate(main)
+
+
+def serve_false_bases(swarm: VirtualSwarm, name: str) -> None:
+    """Let a peer name and serve false bases, the same as all other liars."""
+    snapshots, false = swarm.peers[name].replica.store.snapshots, dict[str, tuple[SnapshotInfo, np.ndarray, bytes]]()
+    honest = snapshots._find
+
+    def find(commit: str) -> tuple[SnapshotInfo, np.ndarray, bytes]:
+        info, base, _ = honest(commit)
+        if info.commit not in false:
+            base = np.array(base)
+            base[0] += 1.0
+            digests = piece_digests(base)
+            false[info.commit] = replace(info, digest=root_digest(digests)), base, digests
+        return false[info.commit]
+
+    snapshots._find = find  # type: ignore[method-assign]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("do_vouched_answer", [True, False])
+def test_strangers_that_all_name_one_false_base_keep_nobody_out(do_vouched_answer: bool) -> None:
+    """Where nobody vouched has a base to offer, it is believed until the next commit certifies another one."""
+
+    async def busy(stream: Stream) -> None:
+        raise Refused(Code.BUSY, "no")
+
+    async def main() -> dict[str, int]:
+        liars = "PQRSTU"
+        swarm = unaudited_swarm("AB", "")
+        swarm.invitations["C"] = swarm.invitation("C", ELECTOR)
+        for name in f"ABX{liars}":
+            swarm.start(name)
+        log = swarm.nodes["W"].log
+        await swarm.until(lambda: log.round >= 8 and {*liars, "X"} <= {*log.last.members})
+        for name in liars:
+            serve_false_bases(swarm, name)
+        for name in "" if do_vouched_answer else "WAB":
+            await swarm.nodes[name].endpoint.serve(SNAPSHOT, busy)
+        for name in "CH":
+            swarm.start(name)
+        await swarm.until(lambda: {*"CH"} <= {*log.last.members}, 100.0)
+        return {name: len(swarm.recorders[name].of(DigestMismatch)) for name in "CH"}
+
+    believed = simulate(main)
+    assert (max(believed.values()) == 0) == do_vouched_answer
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("is_back", [False, True], ids=["new", "back"])
+def test_strangers_that_download_at_a_permitted_speed_keep_no_invited_elector_out(is_back: bool) -> None:
+    """While it downloads, no recent commit names it."""
+
+    async def main() -> None:
+        swarm, begun = unaudited_swarm("AB", "", layout=WIDE), set[tuple[str, str]]()
+        swarm.invitations["C"] = swarm.invitation("C", ELECTOR)
+        for name in "WAB":
+            swarm.network.set_bandwidth(name, 4e6, 4e6)
+        log, clock = swarm.nodes["W"].log, asyncio.get_running_loop().time
+        for name in "ABC" if is_back else "AB":
+            swarm.start(name)
+        await swarm.until(lambda: log.round >= 3 and ("C" in log.last.members) == is_back)
+        if is_back:
+            swarm.kill("C")
+        await swarm.until(lambda: "C" not in swarm.nodes["A"].vouched)
+
+        async def download(endpoint: RpcEndpoint, donor: str) -> None:
+            """One piece every 4 s, which is 0.5 Mbit/s, after two that give the upload its turn."""
+            while True:
+                began, is_begun = clock(), (endpoint.peer_id, donor) in begun
+                begun.add((endpoint.peer_id, donor))
+                try:
+                    async with endpoint.stream(donor, "base") as stream:
+                        await stream.send(pack(PiecesRequest("", (0,) if is_begun else (0, 1))))
+                        while await stream.receive(Kind.CONTENT) is not None:
+                            pass
+                except (PeerUnreachable, Refused):
+                    begun.discard((endpoint.peer_id, donor))
+                await asyncio.sleep(max(0.2, began + 4.0 - clock()))
+
+        endpoints = [RpcEndpoint(swarm.network.transport(f"stranger-{number}"), 5.0) for number in range(4)]
+        downloads = [asyncio.ensure_future(download(each, donor)) for each in endpoints for donor in "WAB"]
+        await asyncio.sleep(12.0)
+        swarm.start_again("C") if is_back else swarm.start("C")
+        await swarm.until(lambda: "C" in log.last.members, 60.0)
+        await end_tasks(downloads)
+
+    simulate(main)
+
+
+@pytest.mark.long
+def test_strangers_get_results_at_once_only_while_no_exchange_is_under_way() -> None:
+    async def main() -> set[tuple[bool, bool]]:
+        swarm, found = unaudited_swarm("AB", "", layout=WIDE), set[tuple[bool, bool]]()
+        for name in "WAB":
+            swarm.network.set_bandwidth(name, 4e6, 4e6)
+        for name in "AB":
+            swarm.start(name)
+        node, replica = swarm.nodes["A"], swarm.peers["A"].replica
+        await swarm.until(lambda: node.log.round >= 1)
+        while node.log.round < 4:
+            await asyncio.sleep(0.1)
+            for kind in ("plan", "manifests", "parts"):
+                found.add((bool(replica.exchanges.by_plan), node.content.is_due[kind]("stranger", node.log.last.plan)))
+                assert node.content.is_due[kind]("B", node.log.last.plan)
+        return found
+
+    assert simulate(main) == {(True, False), (False, True)}
+
+
+def test_an_invitation_is_believed_of_whom_the_owner_named_in_it_until_it_expires() -> None:
+    async def main() -> None:
+        swarm = unaudited_swarm("", "")
+        node, good = swarm.nodes["W"], swarm.invitation("C", ELECTOR)
+        now_s, is_trusted = int(node.world.wall_time()), node.endpoint.shares.is_trusted
+        owner = SimulatedIdentity("W")
+        for shown in (
+            good, replace(good, peer="X"), swarm.invitation("X", ("trainer",)), swarm.invitation("", ELECTOR),
+            signed_invitation(replace(good, peer="X"), SimulatedIdentity("X")),
+            signed_invitation(replace(good, peer="X", campaign="ab" * 32), owner),
+            signed_invitation(replace(good, peer="X", expires=now_s), owner),
+        ):
+            node.see_invitation("X", shown)
+            assert not is_trusted("X")
+        node.see_invitation("C", signed_invitation(replace(good, expires=now_s + 100), owner))
+        assert is_trusted("C")
+        await asyncio.sleep(101.0)
+        assert not is_trusted("C")
+        node.see_invitation("C", good)
+        assert is_trusted("C")
 
     simulate(main)
 

@@ -20,6 +20,7 @@ from spes_p2p.content.fetcher import Fetcher, widening
 from spes_p2p.content.pieces import BadPiece, Body, from_hex, listed, single
 from spes_p2p.content.transfer import ContentServer
 from spes_p2p.errors import PeerUnreachable, Refused
+from spes_p2p.messages.admission import Invitation
 from spes_p2p.messages.codec import WireError, pack, unpack
 from spes_p2p.messages.content import SnapshotInfo, SnapshotRequest
 from spes_p2p.messages.methods import SNAPSHOT
@@ -54,6 +55,8 @@ class Snapshots:
     """The bases that this peer serves: the current one, its predecessor, and an older one while a peer downloads it."""
 
     def __init__(self) -> None:
+        self.on_invitation: Callable[[str, Invitation], None] = lambda peer, invitation: None
+        """Called with the invitation that a peer shows."""
         self._bases: dict[str, tuple[SnapshotInfo, np.ndarray, bytes]] = {}
         self._used_at: dict[str, float] = {}
         self._clock: Callable[[], float] = lambda: 0.0
@@ -97,7 +100,10 @@ class Snapshots:
         return sorted(used, key=lambda commit: (commit in newest, -used_at[commit]))
 
     async def _on_snapshot(self, stream: Stream) -> None:
-        await stream.send(pack(self._find(unpack(SnapshotRequest, await stream.message()).commit)[0]))
+        request = unpack(SnapshotRequest, await stream.message())
+        if request.invitation is not None:
+            self.on_invitation(stream.remote, request.invitation)
+        await stream.send(pack(self._find(request.commit)[0]))
 
     async def _digests(self, commit: str, index: int) -> Body | None:
         return self._find(commit)[2] if index == 0 else None
@@ -148,18 +154,24 @@ class PartialDownload:
 
 
 async def collect_offers(
-    endpoint: RpcEndpoint, donors: Sequence[str], commit: str, elements: int, known: Collection[str] = (), digest: str = ""
+    endpoint: RpcEndpoint,
+    donors: Sequence[str],
+    commit: str,
+    elements: int,
+    known: Collection[str] = (),
+    digest: str = "",
+    invitation: Invitation | None = None,
 ) -> list[Offer]:
     """Ask donors for a commit's base, more and more of them until there are offers; return those with this digest.
 
     They are in the order of their answers: donors that are near, or have little to do, come first. Without a digest, the most
     common one counts; other offers are logged. `known`: peers that are asked first and outvote all
-    others if any of them answers, since anybody can register any number of strangers.
+    others if any of them answers, since anybody can register any number of strangers. `invitation`: shown to the donors.
     """
     offers: list[Offer] = []
-    is_wanted = False
+    is_wanted, request = False, SnapshotRequest(commit, invitation)
     for some in widening(sorted(donors, key=lambda donor: donor not in known)):
-        offers += [each for each in await _ask_all(endpoint, some, commit) if _is_offer(each.info, commit, elements)]
+        offers += [each for each in await _ask_all(endpoint, some, request) if _is_offer(each.info, commit, elements)]
         is_wanted = any(not digest or offer.info.digest == digest for offer in offers)
         if is_wanted:
             break
@@ -173,11 +185,11 @@ async def collect_offers(
     return [offer for offer in offers if offer.info.digest == agreed]
 
 
-async def _ask_all(endpoint: RpcEndpoint, donors: Sequence[str], commit: str) -> list[Offer]:
+async def _ask_all(endpoint: RpcEndpoint, donors: Sequence[str], request: SnapshotRequest) -> list[Offer]:
     offers = list[Offer]()
 
     async def ask(donor: str) -> None:
-        if (info := await _ask_info(endpoint, donor, commit)) is not None:
+        if (info := await _ask_info(endpoint, donor, request)) is not None:
             offers.append(Offer(donor, info))
 
     await asyncio.gather(*map(ask, donors))
@@ -186,7 +198,7 @@ async def _ask_all(endpoint: RpcEndpoint, donors: Sequence[str], commit: str) ->
 
 async def newest_bases(endpoint: RpcEndpoint, peers: Iterable[str]) -> list[SnapshotInfo]:
     """Return the newest base of each of these peers that has one and answers."""
-    infos = await asyncio.gather(*(_ask_info(endpoint, peer, "") for peer in peers))
+    infos = await asyncio.gather(*(_ask_info(endpoint, peer, SnapshotRequest("")) for peer in peers))
     return [info for info in infos if info is not None]
 
 
@@ -196,10 +208,10 @@ def _is_offer(info: SnapshotInfo, commit: str, elements: int) -> bool:
     return False
 
 
-async def _ask_info(endpoint: RpcEndpoint, donor: str, commit: str) -> SnapshotInfo | None:
+async def _ask_info(endpoint: RpcEndpoint, donor: str, request: SnapshotRequest) -> SnapshotInfo | None:
     try:
         async with endpoint.stream(donor, SNAPSHOT) as stream:
-            await stream.send(pack(SnapshotRequest(commit)))
+            await stream.send(pack(request))
             return unpack(SnapshotInfo, bytes(await stream.prompt_message()))
     except (PeerUnreachable, Refused, WireError) as error:
         logger.debug("no base from %s: %s", donor[-6:], error)

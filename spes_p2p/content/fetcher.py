@@ -21,6 +21,7 @@ import asyncio
 import logging
 from bisect import insort
 from collections.abc import Iterable, Iterator, Sequence, Set
+from weakref import WeakValueDictionary
 
 from spes_p2p.content.pieces import BadPiece, Body, Content, Donor, Keep
 from spes_p2p.content.transfer import BUSY_RETRY_S, MAX_BUSY_RETRY_S, REQUESTS_PER_PEER, PeerDonor
@@ -69,7 +70,8 @@ class Fetcher:
         self.busy_patience_s = busy_patience_s
         """Drop a donor that has been busy for this long."""
         self._endpoint = endpoint
-        self._slots: dict[str, asyncio.Semaphore] = {}
+        self._slots = WeakValueDictionary[str, asyncio.Semaphore]()
+        """By donor, while a request to it waits or is under way."""
 
     @property
     def stalled_s(self) -> float:

@@ -152,7 +152,8 @@ class ContentServer:
         self.is_due: dict[ContentKind, Callable[[str, str], bool]] = {}
         """For kinds of which strangers get a bounded share of the line: whether a peer gets the content of this name at once,
         instead of in its turn among the long answers to strangers."""
-        self._turns: dict[ContentKind, _Turns] = {}
+        self._turns: dict[tuple[ContentKind, bool], _Turns] = {}
+        """By kind, and of kinds in `is_due` for strangers apart: their pace would keep the places of others taken."""
 
     async def serve(self, kind: ContentKind, source: Source, peers_at_once: int | None = None) -> None:
         """Start to answer requests for a kind of content.
@@ -163,6 +164,8 @@ class ContentServer:
 
         async def answer(stream: Stream) -> None:
             request = unpack(PiecesRequest, await stream.message())
+            if len({*request.pieces}) < len(request.pieces):
+                raise Refused(Code.MALFORMED, "a request that names a piece twice")
             if kind in self.admit:
                 self.admit[kind](stream.remote, request.name)
             with self._upload(kind, stream, peers_at_once) as upload:
@@ -176,15 +179,16 @@ class ContentServer:
 
     def uploads(self, kind: ContentKind) -> int:
         """Return the number of peers that are being served this kind of content."""
-        return sum(bool(each.streams) for each in self._turns[kind].uploads.values()) if kind in self._turns else 0
+        turns = (turns for (of, _), turns in self._turns.items() if of == kind)
+        return sum(bool(each.streams) for each_turns in turns for each in each_turns.uploads.values())
 
     @contextlib.contextmanager
     def _upload(self, kind: ContentKind, stream: Stream, peers_at_once: int | None) -> Iterator[_Upload]:
         """Count an upload while it runs. Raises Refused (busy) at the bound of peers, or of requests by this peer."""
-        turns, clock = self._turns.setdefault(kind, _Turns()), asyncio.get_running_loop().time
-        has_waited = False
+        shares, clock = self._endpoint.shares, asyncio.get_running_loop().time
+        is_apart = kind in self.is_due and not (shares.is_known(stream.remote) or shares.is_trusted(stream.remote))
+        turns, has_waited = self._turns.setdefault((kind, is_apart), _Turns()), False
         if peers_at_once is not None:
-            shares = self._endpoint.shares
             has_waited = turns.admit(stream.remote, peers_at_once, clock(), shares.is_known, shares.is_trusted)
         upload = turns.uploads.setdefault(stream.remote, _Upload(clock(), has_waited=has_waited))
         upload.streams.add(stream)

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 from annotated_types import MaxLen
 
+from spes_p2p.messages.admission import Invitation
 from spes_p2p.messages.codec import Extensible
 from spes_p2p.messages.consensus import Commit
 from spes_p2p.messages.fields import Count, Digest, PieceIndex, Round, Version, Word
@@ -56,6 +57,8 @@ class SnapshotRequest(Extensible):
     """Ask for the base of a commit; "": the newest one."""
 
     commit: Digest
+    invitation: Invitation | None = None
+    """Of a peer that the owner invited to vote or as a helper: it is served before strangers."""
 
 
 @dataclass(frozen=True)

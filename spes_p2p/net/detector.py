@@ -25,6 +25,8 @@ FLOOR_HEARTBEATS = 5.0
 CLOCK_ERROR_S = 1e-3
 """Timers may fire this much early."""
 KEPT_GAPS, ENOUGH_GAPS = 64, 16
+MAX_PEERS = 4096
+"""Peers of which something is remembered. Anybody can come under ever new names; those not heard for longest are forgotten."""
 MUCH_BYTES = 2**14
 """A message of this length is much."""
 ELSEWHERE_CEILINGS = 3.0
@@ -55,10 +57,12 @@ class SilenceDetector:
         self._exchanged_at = -math.inf
         """When much was last sent or received."""
         self._heard_at: dict[str, float] = {}
+        """By peer of which anything is remembered; the last heard is last."""
         self._lost_at: dict[str, float] = {}
 
     def saw_gap(self, peer: str, gap_s: float) -> None:
         """Record the gap between two heartbeats of a peer."""
+        self._remember(peer)
         self._of.setdefault(peer, deque(maxlen=KEPT_GAPS)).append(gap_s)
         self._all.append(gap_s)
         self._shared_bound = None
@@ -71,7 +75,7 @@ class SilenceDetector:
 
     def heard(self, peer: str, now_s: float) -> None:
         """Something came from this peer."""
-        self._heard_at[peer] = now_s
+        self._remember(peer, now_s)
         self._lost_at.pop(peer, None)
 
     def dead_at(self, peer: str, heard_s: float) -> float:
@@ -83,6 +87,7 @@ class SilenceDetector:
     def lost(self, peer: str, now_s: float) -> None:
         """A stream with this peer, or one that was to be opened, was silent for too long; nothing if it is heard elsewhere."""
         if now_s + CLOCK_ERROR_S >= self._heard_at.get(peer, -math.inf) + self.bound(peer):
+            self._remember(peer)
             self._lost_at[peer] = now_s
 
     def is_lost(self, peer: str, now_s: float) -> bool:
@@ -92,6 +97,14 @@ class SilenceDetector:
     def forget_losses(self) -> None:
         """Forget which peers were silent, so that callers wait for them again."""
         self._lost_at.clear()
+
+    def _remember(self, peer: str, heard_s: float | None = None) -> None:
+        before_s = self._heard_at.pop(peer, -math.inf)
+        self._heard_at[peer] = before_s if heard_s is None else heard_s
+        if len(self._heard_at) > MAX_PEERS:
+            oldest = next(iter(self._heard_at))
+            for known in (self._heard_at, self._lost_at, self._of, self._bounds):
+                known.pop(oldest, None)
 
     def bound(self, peer: str) -> float:
         """Seconds of silence after which this peer counts as dead."""

@@ -68,7 +68,7 @@ class Shares:
         self.is_known: Callable[[str], bool] = lambda peer: True
         """Whether a peer takes part in the rounds; all others are outsiders."""
         self.is_trusted: Callable[[str], bool] = lambda peer: self.is_known(peer)
-        """Whether a peer takes part and the owner vouches for it: it gets long answers at once."""
+        """Whether the owner vouches for a peer: it gets long answers at once."""
         self._places: dict[str, list[Place]] = {}
         """Open streams, by peer."""
         self._held: Counter[str] = Counter()

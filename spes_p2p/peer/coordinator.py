@@ -32,7 +32,7 @@ from spes_p2p.peer.gathering import PING_EVERY_S, AttemptFailed, Gathering, Roun
 from spes_p2p.peer.node import Node
 from spes_p2p.peer.replica import Replica
 from spes_p2p.peer.validity import absent_of
-from spes_p2p.rounds.claims import Outstanding, outstanding
+from spes_p2p.rounds.claims import STRANGERS_BYTES, longest_of_stranger, outstanding
 from spes_p2p.rounds.commit import make_commit
 from spes_p2p.rounds.merge import Donors, nearest_experts
 from spes_p2p.rounds.plan import alpha_due, crowded_out, standings_of
@@ -43,9 +43,6 @@ logger = logging.getLogger(__name__)
 
 ANNOUNCED_BYTES, RETURNED_BYTES = MAX_FRAME_BYTES * 3 // 4, MAX_FRAME_BYTES // 8
 """Bound what a proposal holds of announcements and of leaving peers' statements; the rest of its frame is for the donors."""
-STRANGERS_BYTES, COUNT_BYTES, INTERVAL_BYTES = 2**14, 9, 28
-"""Bound a stranger's announcement, beside token counts of experts and the samples of its outstanding work: all members get it
-with the proposal, which 24 strangers with 256 KiB each would fill."""
 VOTE_SILENCES = 3
 """Multiples of `silence_s` in which an elector votes: it may fetch evidence, and look for electors that are called absent."""
 
@@ -231,7 +228,8 @@ class Coordination:
         agreeing = [self._members.signed[peer] for peer, each in there.items() if each.base_digest == digest]
         known = {peer for peer, standing in standings.items() if standing in ("vouched", "invited")}
         last = {*self.parent.electorate, *self.parent.members}
-        announcements, returned = fitting(agreeing, ANNOUNCED_BYTES, known, last), fitting(left.values(), RETURNED_BYTES)
+        announcements = fitting(agreeing, ANNOUNCED_BYTES, known, last)
+        returned = fitting(left.values(), RETURNED_BYTES, node.vouched)
         members = [each.peer for each in announcements]
         tokens = sum(announced[peer].tokens for peer in members)
         donors = await self._choose_donors() if alpha_due(self.parent, tokens, node.rules) > 0 else None
@@ -271,11 +269,6 @@ def fitting(signed: Iterable[Signed], budget_bytes: int, *first: Collection[str]
             kept.append(each)
             budget_bytes -= size
     return tuple(sorted(kept, key=lambda each: each.peer))
-
-
-def longest_of_stranger(work: Outstanding, experts: int) -> int:
-    """Return the bytes of the longest announcement that a stranger with this outstanding work needs."""
-    return STRANGERS_BYTES + COUNT_BYTES * experts + INTERVAL_BYTES * sum(map(len, work.samples))
 
 
 async def _drive(node: Node, proposer: Proposer, sends: Sequence[Send]) -> None:

@@ -17,6 +17,7 @@ from spes_p2p.net.rpc import RpcEndpoint, Stream
 from spes_p2p.net.unpacking import beside
 from spes_p2p.peer.decisions import Decisions
 from spes_p2p.rounds.checks import checkers
+from spes_p2p.rounds.claims import longest_of_stranger, outstanding
 from spes_p2p.rounds.plan import Rules
 from spes_p2p.rounds.proposal import read_leave
 
@@ -103,6 +104,9 @@ class Departures:
         if signed.peer != peer:
             raise Refused(Code.NOT_ALLOWED, "the statement of another peer")
         recent = self._decisions.log.recent(commit.round)
+        work = outstanding(recent, peer, self._rules.config.sync.overlap)
+        if not self._endpoint.shares.is_trusted(peer) and len(signed.record) > longest_of_stranger(work):
+            raise Refused(Code.MALFORMED, "malformed statement: too long for your outstanding work")
         leave = await beside(len(signed.record), read_leave, signed, recent, self._rules, self._identity)
         if self._decisions.log.last.id != commit.id:
             raise Refused(Code.NOT_PROVEN, f"{peer[-6:]} does not leave this round")

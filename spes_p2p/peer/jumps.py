@@ -51,8 +51,7 @@ class Jumps:
     async def take_certified(self, digest: str) -> None:
         """Fetch the pieces that differ from the base that the next commit certifies. Pending work stays on top."""
         wrong = self._store.base
-        offered = await self._newest.offers(self._node.log.commit_at(wrong.round))
-        offers = [offer for offer in offered if offer.info.digest == digest]
+        offers = await self._newest.offers(self._node.log.commit_at(wrong.round))
         if not offers:
             self._observer(DigestMismatch(wrong.round, wrong.digest, digest))
             await self.take_newest(forked=False)

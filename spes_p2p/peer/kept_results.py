@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from hashlib import sha256
 
 from spes_p2p.content.fetcher import Fetcher, Tiers
@@ -13,6 +13,7 @@ from spes_p2p.content.transfer import ContentServer
 from spes_p2p.errors import PeerUnreachable, Refused
 from spes_p2p.messages.codec import WireError, pack
 from spes_p2p.messages.consensus import Commit
+from spes_p2p.messages.content import ContentKind
 from spes_p2p.messages.framing import MAX_FRAME_BYTES
 from spes_p2p.messages.refusals import Code
 from spes_p2p.messages.rounds import Manifest, Proposal
@@ -38,6 +39,7 @@ from spes_p2p.rounds.results import (
 
 logger = logging.getLogger(__name__)
 
+KINDS: tuple[ContentKind, ...] = ("plan", "manifests", "parts")
 MAX_CONCURRENT_UPLOADS = 8
 """Bounds the peers that replay rounds from this one at the same time."""
 
@@ -63,8 +65,10 @@ class KeptResults:
             if results is not None:
                 self.by_plan[results.plan.id] = results
 
-    async def serve(self, server: ContentServer) -> None:
-        """Answer requests from now on."""
+    async def serve(self, server: ContentServer, is_due: Callable[[str, str], bool]) -> None:
+        """Answer requests from now on. `is_due`: see `ContentServer`."""
+        for kind in KINDS:
+            server.is_due[kind] = is_due
         await server.serve("plan", self._plan, MAX_CONCURRENT_UPLOADS)
         await server.serve("manifests", self._manifest, MAX_CONCURRENT_UPLOADS)
         await server.serve("parts", self._part, MAX_CONCURRENT_UPLOADS)

@@ -40,9 +40,13 @@ class NewestBase:
         """Loop time at which this peer last asked for the newest commit."""
 
     async def offers(self, commit: Commit) -> list[Offer]:
-        """Return the offers of a commit's base. Its members' word counts until the next commit certifies the digest."""
-        node = self._node
-        return await collect_offers(node.endpoint, node.others(), commit.id, self.elements, {*commit.members, *commit.helpers})
+        """Return the offers of a commit's base.
+
+        The word of those for whom the owner vouches counts until a commit certifies the digest.
+        """
+        node, donors = self._node, self._node.others()
+        digest, shown = self._certified_digest(commit), node.invitation if node.is_invited(node.invitation) else None
+        return await collect_offers(node.endpoint, donors, commit.id, self.elements, node.vouched, digest, shown)
 
     async def offers_of_newest(self) -> list[Offer]:
         """Learn the newest commit, then return the offers of its base."""
@@ -50,8 +54,6 @@ class NewestBase:
         await self._node.decisions.learn_from_all(self._node.others())
         commit = self._node.log.last
         offers = [offer for offer in await self.offers(commit) if offer.info.round == commit.round]
-        if commit.round < 0 or is_rollback(commit):
-            offers = [offer for offer in offers if offer.info.digest == commit.base_digest]
         if any(self._is_vouched(offer.donor) for offer in offers):
             self._lost_after = ""
         elif self._lost_after != commit.id:
@@ -123,5 +125,12 @@ class NewestBase:
 
     def _is_vouched(self, peer: str) -> bool:
         """Return whether the owner vouches for this peer, by the last commits: strangers offer what they do not have."""
-        recent = self._node.log.recent(self._node.log.round)
-        return self._node.rules.config.admission != "open" or any(peer in commit.trusted for commit in recent)
+        return self._node.rules.config.admission != "open" or peer in self._node.vouched
+
+    def _certified_digest(self, commit: Commit) -> str:
+        """Return the digest of this commit's base that the log certifies; "" before its next commit."""
+        if commit.round < 0 or is_rollback(commit):
+            return commit.base_digest
+        log = self._node.log
+        following = log.commit_at(commit.round + 1) if log.round > commit.round else None
+        return "" if following is None or is_rollback(following) else following.base_digest

@@ -51,6 +51,8 @@ MAX_CONCURRENT_CLAIMS = 4
 """Ask at most this many peers concurrently to prove rounds that they claim to know."""
 DOUBT_S = 30.0
 """After a peer failed to prove a claim, ignore its claims this long."""
+MAX_INVITED = 1024
+"""Bounds the peers that are remembered for the invitation that they showed."""
 MAX_CONTACT_ADDRESSES = 4
 """Keeps a contact below the DHT's limit for a value."""
 
@@ -96,6 +98,10 @@ class Node:
         """The commit whose base this peer evaluated last, and that base's held-out loss, in nats per token."""
         self._blobs = blobs
         self._observer = observer
+        self._vouched: tuple[str, frozenset[str]] = "", frozenset()
+        """See `vouched`, with the id of the last commit then."""
+        self._invited: dict[str, int] = {}
+        """When the invitations expire that peers have shown here, in Unix time."""
         self._planned_members: frozenset[str] = frozenset()
         """Members of the newest plan here, which may become participants."""
         self.endpoint.shares.is_known, self.endpoint.shares.is_trusted = self._is_known, self._is_trusted
@@ -110,6 +116,15 @@ class Node:
         """This peer's id."""
         return self.endpoint.peer_id
 
+    @property
+    def vouched(self) -> frozenset[str]:
+        """The peers that the last commits name and for whom the owner vouches, among friends all."""
+        last = self.log.last
+        if self._vouched[0] != last.id:
+            named = (commit.trusted for commit in self.log.recent(last.round))
+            self._vouched = last.id, frozenset[str]().union(*named)
+        return self._vouched[1]
+
     def meet_members(self, plan: Plan) -> None:
         """Take the members of a new plan for participants, with their share of this peer's resources."""
         self._planned_members = plan.peers
@@ -119,10 +134,10 @@ class Node:
         return peer in self.log.last.participants or peer in self._planned_members or peer == self.peer_id
 
     def _is_trusted(self, peer: str) -> bool:
-        """Return whether a peer takes part and the owner vouches for it; in a campaign that is not open, for all that do."""
+        """Return whether the owner vouches for a peer; in a campaign that is not open, for all that take part."""
         if self.campaign.config.admission != "open":
             return self._is_known(peer)
-        return peer in self.log.last.trusted or peer == self.peer_id
+        return peer in self.vouched or peer == self.peer_id or self._invited.get(peer, 0) > self.world.wall_time()
 
     @property
     def base_loss(self) -> float | None:
@@ -152,9 +167,9 @@ class Node:
         return task
 
     def others(self, role: str | None = None) -> list[str]:
-        """Return the other peers in the registry: first those of the last commit, last those with an unproven claim.
+        """Return the other peers in the registry: first those of the last commit, by the commits that they claim to know.
 
-        Between them, those that claim the newest commit come first, in random order.
+        The rest is in random order, since anybody may claim any round; those with an unproven claim come last.
         """
         me = self.peer_id
         return self._best_first([p for p, contact in self.contacts.items() if p != me and role in (None, contact.role)])
@@ -162,7 +177,8 @@ class Node:
     def _best_first(self, found: list[str]) -> list[str]:
         known, now = self.log.last.participants, asyncio.get_running_loop().time()
         doubted = {peer for peer, until in self._doubted_until.items() if until > now}
-        return sorted(found, key=lambda peer: (peer not in known, peer in doubted, -self.contacts[peer].round))
+        known_round = {peer: self.contacts[peer].round for peer in found if peer in known}
+        return sorted(found, key=lambda peer: (peer not in known, peer in doubted, -known_round.get(peer, 0)))
 
     def coordinators(self) -> tuple[str, ...]:
         """Return the next round's coordinators, in the order of their turns."""
@@ -200,6 +216,16 @@ class Node:
     def is_invited(self, invitation: Invitation | None) -> bool:
         """Return whether this invitation, of an admitted peer, is one of an elector or a helper to an open campaign."""
         return self.campaign.config.admission == "open" and standing_of("open", "", invitation, ()) == "vouched"
+
+    def see_invitation(self, peer: str, invitation: Invitation) -> None:
+        """Trust a peer that shows an invitation as elector or helper, before a commit names it."""
+        if not self.is_invited(invitation) or self._invited.get(peer, 0) >= invitation.expires:
+            return
+        with contextlib.suppress(Refused):
+            self.check_admission(peer, "trainer" in invitation.roles, invitation, self.controls.newest)
+            self._invited[peer] = invitation.expires
+            if len(self._invited) > MAX_INVITED:
+                del self._invited[next(iter(self._invited))]
 
     async def refresh_contacts(self, only_if_due: bool = False) -> None:
         """Renew this peer's contact, look up the others, and learn the commits and control records that they are ahead by.

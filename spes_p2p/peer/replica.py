@@ -121,8 +121,14 @@ class Replica:
     async def start(self) -> None:
         """Serve exchanges, results and bases from now on."""
         await self.exchanges.serve()
-        await self.results.serve(self.node.content)
+        await self.results.serve(self.node.content, self._gets_results_at_once)
+        self.store.snapshots.on_invitation = self.node.see_invitation
         await self.store.snapshots.serve(self.node.endpoint, self.node.content)
+
+    def _gets_results_at_once(self, peer: str, plan: str) -> bool:
+        """Return whether a peer gets results of the last rounds at once: a stranger only while no exchange is under way."""
+        shares = self.node.endpoint.shares
+        return shares.is_known(peer) or shares.is_trusted(peer) or not self.exchanges.by_plan
 
     async def replay_until(self, round_number: int) -> None:
         """Apply the stored rounds after the stored base up to this one: a checkpoint belongs to the base after it."""

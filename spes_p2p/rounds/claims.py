@@ -33,6 +33,9 @@ NEWCOMERS_WEIGHT = 0.25
 """Bounds the weight of all newcomers together in a mean, as a share of the others'."""
 LOSS_RATIO = 2.0
 """Bounds a member's loss in the plan's mean, as a multiple of the median member's."""
+STRANGERS_BYTES, COUNT_BYTES, INTERVAL_BYTES = 2**14, 9, 28
+"""Bound a stranger's announcement or farewell, beside token counts of experts and the samples of its outstanding work: all
+members get it with the proposal, which 24 strangers with 256 KiB each would fill."""
 
 
 @dataclass(frozen=True)
@@ -145,6 +148,11 @@ def lately_lost(recent: Sequence[Commit]) -> frozenset[str]:
     return frozenset(
         commit.members[i] for commit in recent[:LOST_ROUNDS] for named in (*commit.lost, commit.disputed) for i in named
     )
+
+
+def longest_of_stranger(work: Outstanding, experts: int = 0) -> int:
+    """Return the bytes of the longest announcement, or statement without counts, that a stranger with this work needs."""
+    return STRANGERS_BYTES + COUNT_BYTES * experts + INTERVAL_BYTES * sum(map(len, work.samples))
 
 
 def returned(work: Outstanding, untrained: Iterable[Interval]) -> tuple[Interval, ...]:
