@@ -28,7 +28,7 @@ from spes_p2p.messages.consensus import Commit, Control, Verdict, Workload
 from spes_p2p.messages.presence import PeerStatus
 from spes_p2p.messages.rounds import Announcement
 from spes_p2p.net.interfaces import World
-from spes_p2p.observe.events import PhaseAudited, PhaseTrained, VerdictsTaken
+from spes_p2p.observe.events import PhaseAudited, PhaseTrained, UpdatesClipped, VerdictsTaken
 from spes_p2p.peer.auditing import Auditing
 from spes_p2p.peer.kept_moments import KeptMoments
 from spes_p2p.rounds.audits import (
@@ -390,14 +390,14 @@ def audited_swarm(strangers: str, vouched: str = "ABC", **sync: Any) -> VirtualS
 
 
 class Steady(RecordingTrainer):
-    """Each step moves its weights in the same direction, as far."""
+    """Steps agree: each makes the weights a little smaller, which is what the held-out loss wants."""
 
     def train(self, phase: Phase, should_stop: Callable[[], bool], on_step: Callable[[int, float], None]) -> PhaseReport:
         """See Trainer."""
         report = super().train(phase, should_stop, on_step)
         for group in self.layout.groups:
             if group.expert is None or group.expert in self.owned:
-                self._local[group.start : group.stop] += report.steps * np.float32(0.01)
+                self._local[group.start : group.stop] *= np.float32(0.99**report.steps)
         return report
 
 
@@ -618,6 +618,19 @@ def test_an_audit_takes_half_of_a_phase_and_cuts_nobodys_short_though_its_audito
         assert set(steps["X"]) == {10}
         assert set(steps["A"]) == {5, 10}
         assert steps["A"].count(5) == 2 * len(audits(swarm, "X")) > 4
+
+    simulate(main)
+
+
+def test_an_honest_stranger_beside_the_short_phases_of_its_auditor_is_not_clipped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(admission, "PROBATION_ROUNDS", 1)
+
+    async def main() -> None:
+        swarm = await audited_by_order(8)
+        plan = swarm.peers["A"].replica.base.plan
+        assert plan is not None
+        assert [each.standing for each in plan.members if each.peer == "X"] == ["proven"]
+        assert swarm.recorders["A"].of(UpdatesClipped) == []
 
     simulate(main)
 

@@ -87,7 +87,8 @@ def clipped_mean(contributions: Sequence[Contribution], mean: np.ndarray, clips:
     """Write the token-weighted mean to `mean`; return the places of the contributions that were clipped.
 
     Without clipped ones the result is the plain mean, bit for bit; but the less trusted of two weighs less where its update is
-    larger, and is named only where it loses more than half. The order of the contributions matters to the bits.
+    larger, and is named only where that is more than phases of WEIGHT_RATIO times the steps explain. The order of the
+    contributions matters to the bits.
     """
     tokens = [each.tokens for each in contributions]
     judges = _judges([each.standing for each in contributions])
@@ -113,7 +114,7 @@ def clipped_mean(contributions: Sequence[Contribution], mean: np.ndarray, clips:
         centred = _centre(updates, tokens, judges, factors, mean, scratch)
     return tuple(
         i for i, each in enumerate(contributions)
-        if factors[i] < 1 or centred[i] < 1 or tokens[i] < each.tokens or 2 * weights[i] < tokens[i]
+        if factors[i] < 1 or centred[i] < 1 or tokens[i] < each.tokens or WEIGHT_RATIO * weights[i] < tokens[i]
     )
 
 
