@@ -20,7 +20,7 @@ from spes_p2p.campaign.orders import CampaignView, parse_order
 from spes_p2p.client.audit import PeerAudits, peer_audits, render_audits
 from spes_p2p.consensus import admission
 from spes_p2p.consensus.admission import PROBATION_AUDITS, PROBATION_ROUNDS, Service, add_service, is_past_probation
-from spes_p2p.consensus.control import describe, signed
+from spes_p2p.consensus.control import describe, describe_news, signed
 from spes_p2p.errors import UserError
 from spes_p2p.messages.admission import Standing
 from spes_p2p.messages.audits import Audited
@@ -325,8 +325,12 @@ def status(peer: str, *made: Audited) -> PeerStatus:
 
 
 def seen(recent: Sequence[Commit], *statuses: PeerStatus) -> PeerAudits:
-    log = SimpleNamespace(round=recent[0].round, recent=lambda number: recent)
-    return peer_audits(statuses, log, "X")  # type: ignore[arg-type]
+    return audits_of("X", recent, *statuses)
+
+
+def audits_of(peer: str, recent: Sequence[Commit], *statuses: PeerStatus) -> PeerAudits:
+    log = SimpleNamespace(round=recent[0].round, last=recent[0], recent=lambda number: recent)
+    return peer_audits(statuses, log, peer)  # type: ignore[arg-type]
 
 
 def text_of(found: PeerAudits) -> str:
@@ -352,6 +356,8 @@ def test_the_audits_of_a_peer_are_one_table() -> None:
 def test_a_peer_that_nobody_audited_costs_one_line_that_says_what_to_do() -> None:
     with pytest.raises(UserError, match=r"no vouched trainer .* control ADDRESS --key KEY audit X"):
         seen(commits(2), status("A", failed(1, "Y")))
+    with pytest.raises(UserError, match="B: the owner vouches for this peer"):
+        audits_of("B", commits(2), status("A", failed(1, "Y")))
 
 
 def view(**changes: Any) -> CampaignView:
@@ -364,13 +370,18 @@ PEER = "QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
 
 def test_the_owner_can_have_each_phase_of_a_peer_audited_and_end_that() -> None:
     control = parse_order(["audit", PEER])(view())
-    assert (control.audited, describe(control, 0)) == ((PEER,), "1 peer audited")
+    assert (control.audited, describe(control, 0)) == ((PEER,), f"audits of {PEER[-6:]}")
+    assert describe(replace(control, audited=tuple("WXYZ")), 0) == "audits of 4 peers"
+    assert describe_news(control, None, 0) == f"audits of {PEER[-6:]}"
+    assert describe_news(replace(control, audited=()), control, 0) == f"no more audits of {PEER[-6:]}"
     ordered = [replace(each, control=replace(control, audited=("X",))) for each in commits(1)]
     assert is_drawn(ordered[0], "X", 1e-9, PROVEN, ordered)
     assert not is_drawn(ordered[0], "Y", 1e-9, PROVEN, ordered)
     assert parse_order(["unaudit", PEER])(view(newest=control)).audited == ()
     with pytest.raises(UserError, match="audited already"):
         parse_order(["audit", PEER])(view(newest=control))
+    with pytest.raises(UserError, match="you vouch for this peer"):
+        parse_order(["audit", PEER])(view(trusted={PEER}))
     with pytest.raises(UserError, match="not audited by order"):
         parse_order(["unaudit", PEER])(view())
     with pytest.raises(UserError, match="only open campaigns"):
