@@ -70,12 +70,17 @@ def test_a_loss_that_runs_away_from_a_lower_training_loss_on_text_read_again_is_
     training_loss: float, passes: float, overfits: bool
 ) -> None:
     """When training diverges or a member does harm, the training loss rises too."""
-    told = advice(3.7, training_loss, passes, 100)
+    told = advice(3.7, training_loss, passes, 100, has_audits=False)
     assert ("probably overfits" in told) is overfits
     assert ("'clipped' warnings" in told) is not overfits
     assert not overfits or "the training loss is 1.9 and the text was read 10.2 times" in told
     assert ("rollback 100" in told) is overfits
-    assert "rollback" not in advice(3.7, training_loss, passes, -1)
+    assert "rollback" not in advice(3.7, training_loss, passes, -1, has_audits=False)
+
+
+def test_where_there_are_audits_no_stranger_is_banned_for_being_clipped_alone() -> None:
+    assert "audit PEER) and ban those that fail" in advice(3.7, 4.1, 1.0, 100, has_audits=True)
+    assert "ban them" in advice(3.7, 4.1, 1.0, 100, has_audits=False)
 
 
 class Judged(VirtualSwarm):

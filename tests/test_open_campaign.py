@@ -202,10 +202,11 @@ def test_the_schedule_advances_with_work_of_vouched_trainers_only_unless_the_cam
     def step(vouched: int, min_peers: int) -> int:
         config = campaign(admission="open", sync={"min_peers": min_peers}).config
         rules = Rules(config, OPEN.hash, NUM_SAMPLES)
-        announcements = {"A": announce(vouched, elector("A")), "P": announce(5), "X": announce(5)}
+        announcements = {"A": announce(vouched, elector("A")), "P": announce(PHASE_TOKENS), "X": announce(PHASE_TOKENS)}
         return plan_of(announcements, {"P": Service(PROBATION_ROUNDS)}, rules=rules).step
 
-    assert [step(0, 3), step(5, 3), step(0, 0)] == [RECENT[0].step, RECENT[0].step + 10, RECENT[0].step + 10]
+    assert [step(0, 3), step(PHASE_TOKENS, 3), step(0, 0)] == [RECENT[0].step, RECENT[0].step + 10, RECENT[0].step + 10]
+    assert step(PHASE_TOKENS // 5, 3) == RECENT[0].step + 2, "what strangers train beside an auditor does not count"
 
 
 @given(st.dictionaries(st.sampled_from("ABCDEF"), st.tuples(st.sampled_from(["elector", "proven", "newcomer"]),

@@ -38,7 +38,7 @@ from spes_p2p.rounds.parts import (
     traffic,
     weight,
 )
-from spes_p2p.rounds.plan import Rules, alpha_due, check_announcement, local_steps, make_plan
+from spes_p2p.rounds.plan import Rules, alpha_due, campaign_step, check_announcement, local_steps, make_plan
 from spes_p2p.rounds.planned import Member, Plan
 from spes_p2p.testing.simulate.swarm import EXPERTS, NUM_SAMPLES, campaign, simulate
 
@@ -241,17 +241,27 @@ def test_the_pace_is_set_by_those_named_where_their_speed_is_known() -> None:
     assert local_steps(10, {"A": 0.0, "X": 10.0, "Y": 20.0, "Z": 10.0}, "A") == {"A": 10, "X": 10, "Y": 20, "Z": 10}
 
 
+STEP_TOKENS = CAMPAIGN.config.training.batch_size * CAMPAIGN.config.training.sequence_length
+
+
+def test_the_schedule_advances_by_no_more_steps_than_were_trained_in_all() -> None:
+    for trained, advanced in ((0, 0), (1, 1), (3, 3), (10, 10), (30, 10)):
+        assert campaign_step(commit_with(step=20), trained * STEP_TOKENS, RULES) == 20 + advanced
+
+
 def test_merges_are_due_every_interval_and_only_after_training() -> None:
     """merge_interval 20, sync_steps 10, alpha 0.1 falling to 0 at step 100."""
-    assert alpha_due(commit_with(step=0), 5, RULES) == 0
-    assert alpha_due(commit_with(step=10), 5, RULES) == pytest.approx(0.08)
+    assert alpha_due(commit_with(step=0), 10 * STEP_TOKENS, RULES) == 0
+    assert alpha_due(commit_with(step=10), 10 * STEP_TOKENS, RULES) == pytest.approx(0.08)
     assert alpha_due(commit_with(step=10), 0, RULES) == 0
-    assert alpha_due(commit_with(step=30), 5, RULES) == pytest.approx(0.06)
+    assert alpha_due(commit_with(step=30), 10 * STEP_TOKENS, RULES) == pytest.approx(0.06)
+    assert alpha_due(commit_with(step=35), 10 * STEP_TOKENS, RULES) == pytest.approx(0.055), "also where a round is passed over"
+    assert alpha_due(commit_with(step=40), 3 * STEP_TOKENS, RULES) == 0
 
 
 def test_after_the_last_step_nobody_has_anything_to_do() -> None:
     commit = commit_with(step=50, round=5, plan="p", members=("A",), workloads=(Workload(10, ()),))
-    plan = plan_of(commit, {"A": announce(tokens=10, tokens_per_second=5.0)}, ())
+    plan = plan_of(commit, {"A": announce(tokens=10 * STEP_TOKENS, tokens_per_second=5.0)}, ())
     assert plan.step == 60
     assert [assignment.steps for assignment in plan.assignments] == [0]
 

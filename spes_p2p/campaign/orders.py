@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -41,6 +41,8 @@ class CampaignView:
     """Peers that proofs exclude after this round."""
     applied: Control | None = None
     """The record that the last commit carries."""
+    trusted: Collection[str] = ()
+    """Peers that the last commit names and for whom the owner vouches."""
 
     @property
     def pending(self) -> Control | None:
@@ -258,6 +260,9 @@ def audit(peer: str, view: CampaignView) -> Control:
     """Have vouched trainers train each phase of a peer again."""
     if view.config.admission != "open":
         raise UserError(f"audit {peer}: only open campaigns have audits; this one has admission: {view.config.admission}")
+    if peer in view.trusted:
+        raise UserError(f"audit {peer}: you vouch for this peer, and only the phases of others are audited; to do without it: "
+                        f"ban {peer}")
     audited = _audited(view)
     if peer in audited:
         raise UserError(f"audit {peer}: the peer is audited already (order {number_of(view.newest)})")

@@ -61,9 +61,11 @@ def peer_audits(statuses: Sequence[PeerStatus], log: CommitLog, peer: str) -> Pe
     `statuses`: with audits whose verdicts are committed (`proven.corrected`).
     """
     found = [FoundAudit(status.peer_id, audit) for status in statuses for audit in status.audits if audit.peer == peer]
+    if not found and peer in log.last.trusted:
+        raise UserError(f"{peer}: the owner vouches for this peer, and only the phases of others are audited")
     if not found:
-        raise UserError(f"{peer}: no vouched trainer that answers has audited this peer lately; to have its phases audited: "
-                        f"spes-p2p control ADDRESS --key KEY audit {peer}, with two vouched trainers")
+        raise UserError(f"{peer}: no vouched trainer that answers has audited this peer lately; to have its phases audited, "
+                        f"while a vouched trainer trains: spes-p2p control ADDRESS --key KEY audit {peer}")
     found.sort(key=lambda each: (each.audit.round, each.auditor))
     return PeerAudits(peer, log.round, tuple(found), peer not in still_convicted(log.recent(log.round)))
 
@@ -78,5 +80,5 @@ def render_audits(found: PeerAudits) -> RenderableType:
         figures = (f"{audit.cosine:.3f}", f"{audit.norm_ratio:.2f}") if audit.steps else ("-", "-")
         verdict = "passed" if audit.passed else "failed" if audit.steps else "failed: shows no moments"
         table.add_row(str(audit.round), short_peer(each.auditor), str(audit.steps), *figures, verdict)
-    work = "gets work" if found.gets_work else "gets no work: two auditors failed it within the last commits"
+    work = "gets work" if found.gets_work else "gets no work: it failed two audits within the last commits"
     return Group(f"{found.peer} at round {found.round}: {work}", table)

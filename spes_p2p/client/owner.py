@@ -93,7 +93,8 @@ def _view(log: CommitLog, identity: Identity, config: CampaignConfig, known: Map
     vouched = {*last.helpers, *last.electorate, *(last.members if config.admission == "friends" else ())}
     archived = sorted({kept for peer in vouched & known.keys() for kept in known[peer].archived})
     return CampaignView(
-        genesis.campaign, owner_of(genesis), config, newest, last.round, last.step, tuple(archived), last.excluded, last.control
+        genesis.campaign, owner_of(genesis), config, newest, last.round, last.step, tuple(archived), last.excluded,
+        last.control, last.trusted,
     )
 
 

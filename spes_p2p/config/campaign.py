@@ -63,7 +63,8 @@ class TrainingConfig(Section):
     micro_batch_size: Positive | None = Field(
         None, description="Samples per forward pass; a step accumulates gradients over them. Default: batch_size.")
     total_steps: Positive = Field(le=10**12, description="Length of the campaign and of its schedule, in campaign steps.")
-    sync_steps: Positive = Field(description="Campaign steps between two rounds.")
+    sync_steps: Positive = Field(
+        description="Campaign steps between two rounds, or as many as were trained in all if those are fewer.")
     optimizer: Literal["adamw", "muon"] = Field(
         "adamw", description="Optimizer of the local steps. muon: Muon for the matrices of attention and experts, at the same "
         "learning rate and one moment instead of two; AdamW for embeddings, output head, routers and vectors.")

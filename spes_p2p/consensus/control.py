@@ -194,6 +194,10 @@ def _message(control: Control) -> bytes:
     return b"spes control\0" + pack(replace(control, signature=b""))
 
 
+NAMED_PEERS = 3
+"""At most so many peers are named where an order is described as a whole."""
+
+
 def describe(control: Control | None, round_number: int) -> str:
     """Describe what a record orders after this round: "paused, rolled back to round 40, from round 60 on learning_rate 0.0001".
 
@@ -211,7 +215,8 @@ def describe(control: Control | None, round_number: int) -> str:
     if control.banned:
         words.append(f"{len(control.banned)} {'peer' if len(control.banned) == 1 else 'peers'} banned")
     if control.audited:
-        words.append(f"{len(control.audited)} {'peer' if len(control.audited) == 1 else 'peers'} audited")
+        names = " and ".join(peer[-6:] for peer in control.audited)
+        words.append(f"audits of {names if len(control.audited) <= NAMED_PEERS else f'{len(control.audited)} peers'}")
     next_change: dict[str, int] = {}  # of each field: the round of the next later change
     in_force: list[str] = []
     for change in reversed(control.changes):
@@ -237,9 +242,10 @@ def describe_news(control: Control, before: Control | None, round_number: int) -
     ordered = replace(control, state=state, changes=fresh, banned=(), audited=(), requires=requires, by_guard=by_guard)
     words = ["resumed"] if control.state == "running" != known.state else []
     words += [text] if (text := describe(ordered, round_number)) else []
-    for verb, now, then in (("banned", control.banned, known.banned), ("audited", control.audited, known.audited)):
-        words += [f"{peer[-6:]} {verb}" for peer in now if peer not in then]
-        words += [f"{peer[-6:]} no longer {verb}" for peer in then if peer not in now]
+    words += [f"{peer[-6:]} banned" for peer in control.banned if peer not in known.banned]
+    words += [f"{peer[-6:]} no longer banned" for peer in known.banned if peer not in control.banned]
+    words += [f"audits of {peer[-6:]}" for peer in control.audited if peer not in known.audited]
+    words += [f"no more audits of {peer[-6:]}" for peer in known.audited if peer not in control.audited]
     words += [f"{each.peer[-6:]} pardoned" for each in control.pardons if each not in known.pardons]
     return ", ".join(words)
 

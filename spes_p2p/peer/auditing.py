@@ -2,8 +2,9 @@
 
 A commit draws audits. Base and pushed updates are at hand then: this peer held the one and reduced some of the other. The
 members' moments are fetched while this peer's next phase runs. Before the phase after that it swaps those of one member for
-its own, trains the audited phase again, and swaps back. It trains at most as many steps as its own phase has, which is shorter
-by as many, and goes on before the next one: nobody waits for an auditor.
+its own, trains some of the audited phase again, and swaps back; it goes on before the next one. Its own phase is shorter by
+the steps that this took, but at most by half, unless the audit would come too late: strangers weigh at most as much as vouched
+trainers, and beside an update of few steps those of whole phases look too large.
 """
 
 from __future__ import annotations
@@ -149,6 +150,11 @@ class Auditing:
         steps = self._phases.assigned_steps
         return max(1, steps - 1) if steps else 0
 
+    @property
+    def _half_a_phase(self) -> int:
+        """The steps of audits, and the time that these take, before this peer's next phase, where more rounds are left."""
+        return math.ceil(self._phases.assigned_steps / 2)
+
     def _drawn_cases(self, before: Base, applied: Applied) -> tuple[Case, ...]:
         node, commit, log = self._node, applied.decided.commit, self._node.log
         config, me = node.campaign.config, node.peer_id
@@ -275,20 +281,22 @@ class Auditing:
         self._waiting = tuple(
             case for case in self._waiting if case in self._arrived or log.round < case.round + KEPT_MOMENTS_ROUNDS
         )
-        spent = 0 if audit is None else await self._train_again(audit)
-        self._phases.give_up_steps(spent)
+        trained, spent = (0, 0) if audit is None else await self._train_again(audit)
+        self._phases.give_up_steps(min(spent, max(trained, self._half_a_phase)))
         self._owed_steps = max(0.0, self._owed_steps + spent - self._share * steps)
 
-    async def _train_again(self, audit: Audit) -> int:
-        """Train an equal share of the phase in each round; return how many of its own steps this peer had time for."""
+    async def _train_again(self, audit: Audit) -> tuple[int, int]:
+        """Train an equal share of the phase in each round; return its steps, and its own that it had time for meanwhile."""
         case, before, clock = audit.case, audit.done, asyncio.get_running_loop().time
         left, training = case.phase.steps - before, self._node.campaign.config.training
         rounds = math.ceil(left / self._steps_a_phase) if self._steps_a_phase else 1
-        if rounds > case.round + REPORT_ROUNDS - 1 - self._node.log.round:
+        rounds_left = case.round + REPORT_ROUNDS - 1 - self._node.log.round
+        if rounds > rounds_left:
             self._drop(case)  # too late: others no longer know the round then
-            return 0
+            return 0, 0
         if not self._steps_a_phase:
-            return 0  # the campaign is paused
+            return 0, 0  # the campaign is paused
+        rounds = max(rounds, min(rounds_left, math.ceil(left / self._half_a_phase)))
         try:
             async with self._phases.lock:
                 began_at, share, must_stop = clock(), math.ceil(left / rounds), self._phases.must_stop
@@ -296,11 +304,12 @@ class Auditing:
         except (UserError, ValueError, RuntimeError, ArithmeticError, MemoryError) as error:  # the state may be anything
             logger.warning("round %d: no audit of %s: %s", case.round, case.peer, error)
             self._drop(case)
-            return 0
+            return 0, 0
         if score is not None:
             self._conclude(case, score)
         tokens = (clock() - began_at) * self._phases.tokens_per_s
-        return max(audit.done - before, round(tokens / (training.batch_size * training.sequence_length)))
+        trained = audit.done - before
+        return trained, max(trained, round(tokens / (training.batch_size * training.sequence_length)))
 
     def _next_audit(self) -> Audit | None:
         audit = next((self._arrived[case] for case in self._waiting if case in self._arrived), None)

@@ -13,6 +13,7 @@ from spes_p2p.messages.fields import Round
 from spes_p2p.peer.durable import read_record
 from spes_p2p.peer.node import Node
 from spes_p2p.rounds.archive import archived_rounds
+from spes_p2p.rounds.audits import are_audited
 from spes_p2p.rounds.held_out import evaluators, reported_loss
 from spes_p2p.rounds.planned import Plan
 from spes_p2p.rounds.runaway import Course, HeldOut
@@ -90,7 +91,8 @@ class Guard:
             passes = plan.cursor.epoch + plan.cursor.position / node.rules.num_samples
             logger.error(
                 "%s; %s: pausing the campaign; %s; continue with spes-p2p control ADDRESS --key KEY resume, with the key of "
-                "this peer", found, why, advice(best.loss, plan.loss if plan.tokens else math.inf, passes, target),
+                "this peer", found, why,
+                advice(best.loss, plan.loss if plan.tokens else math.inf, passes, target, are_audited(node.campaign.config)),
             )
             order = pause(view)
         else:
@@ -100,16 +102,20 @@ class Guard:
         node.decisions.take_control(signed(replace(order, by_guard=True), node.world.identity))
 
 
-def advice(best_loss: float, training_loss: float, passes: float, archived: int) -> str:
+def advice(best_loss: float, training_loss: float, passes: float, archived: int, has_audits: bool) -> str:
     """Return what to do about a loss that has run away.
 
-    `best_loss`: held-out. `passes`: how often the text was read. `archived`: round of a good base; -1: none.
+    `best_loss`: held-out. `passes`: how often the text was read. `archived`: round of a good base; -1: none. `has_audits`: of
+    the campaign; an honest stranger is clipped, too, beside vouched trainers of which most steps are missing.
     """
     if passes > 1 and training_loss < best_loss:
         back = f"order rollback {archived} and stop, or " if archived >= 0 else ""
         return (f"the training loss is {training_loss:.3g} and the text was read {passes:.1f} times, so the model probably "
                 f"overfits: {back}start a campaign with more text")
-    return "look for peers in 'clipped' warnings and ban them, or reduce the learning rate"
+    if has_audits:
+        return ("have strangers that 'clipped' warnings name in round after round audited (spes-p2p control ADDRESS --key KEY "
+                "audit PEER) and ban those that fail, or reduce the learning rate")
+    return "look for peers that 'clipped' warnings name in round after round and ban them, or reduce the learning rate"
 
 
 def _read(store: Store) -> _Memory:

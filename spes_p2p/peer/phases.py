@@ -45,7 +45,7 @@ class PhaseRunner:
         self.moments = KeptMoments(node)
         """What auditors of this peer ask for."""
         self._given_up_steps = 0
-        """Steps of the next phases whose time went into an audit."""
+        """Steps of the next phase whose time went into an audit."""
         self._stop_after_round: int | None = None
         self._waiting = 0
         """Number of callers of `between_steps` that wait for the phase to pause."""
@@ -70,8 +70,11 @@ class PhaseRunner:
         self._stop_after_round = None
 
     def give_up_steps(self, steps: int) -> None:
-        """Train so many fewer steps in the next phases, at least one in each: their time is spent already."""
-        self._given_up_steps += steps
+        """Train so many fewer steps in the next phase, but one: their time is spent already.
+
+        Time beyond that makes no later phase shorter: the others have waited for it, and begin that one with this peer.
+        """
+        self._given_up_steps = steps
 
     def phase_of(self, base: Base, assignment: Assignment) -> Phase:
         """Return the whole phase after a base of this log that its plan assigned to a member."""
@@ -103,7 +106,6 @@ class PhaseRunner:
         self._samples.begin(base.commit, assignment.slices)
         phase = self.phase_of(base, assignment)
         steps = max(1, phase.steps - self._given_up_steps)
-        self._given_up_steps -= phase.steps - steps
         done = self.replica.resumed[1] if self.replica.resumed[0] == base.commit else 0
         _, slices = split_samples(assignment.slices, done * self.node.campaign.config.training.batch_size)
         phase = replace(phase.shortened(steps), slices=slices, done=done)

@@ -61,16 +61,20 @@ def needs_vouched(config: CampaignConfig) -> bool:
 
 
 def campaign_step(commit: Commit, tokens: int, rules: Rules) -> int:
-    """Return the campaign step after the round that follows `commit`. `tokens`: of work that advances the schedule."""
+    """Return the campaign step after the round that follows `commit`. `tokens`: of work that advances the schedule.
+
+    It is `sync_steps` later, or as many steps as were trained in all where those are fewer.
+    """
     training = rules.training(commit.control, commit.round + 1)
-    return min(commit.step + (training.sync_steps if tokens else 0), training.total_steps)
+    trained = math.ceil(tokens / (training.batch_size * training.sequence_length))
+    return min(commit.step + min(trained, training.sync_steps), training.total_steps)
 
 
 def alpha_due(commit: Commit, tokens: int, rules: Rules) -> float:
     """Return the merge strength of the next round; 0 if no merge is due. `tokens`: as in `campaign_step`."""
     merge = rules.config.merge
     step = campaign_step(commit, tokens, rules)
-    if merge.merge_interval is None or not tokens or step % merge.merge_interval:
+    if merge.merge_interval is None or step // merge.merge_interval == commit.step // merge.merge_interval:
         return 0.0
     return merge_alpha(step, merge.merge_alpha_start, merge.merge_decay_steps)
 
@@ -123,7 +127,7 @@ def make_plan(
     verdicts = verdicts_of(announcements, members, recent, drawn)
     tokens = sum(member.tokens for member in members)
     leading = [each for each in members if not (each.is_stranger and needs_vouched(config))]
-    led = sum(member.tokens for member in leading)
+    led = sum(announcements[member.peer].tokens for member in leading)
     step = campaign_step(commit, led, rules)
     alpha = alpha_due(commit, led, rules)
     under_way = rules.training(commit.control, commit.round + 1)
