@@ -66,6 +66,9 @@ def test_electors_are_near_a_minority_when_one_more_stops_decisions(electors: in
     if severity == "warning":
         [alert] = alerts(gather(swarm.statuses), swarm.records, swarm.now)
         assert alert.text.endswith("; if one more is missing, no round is decided")
+    if severity == "critical":
+        [alert] = alerts(gather(swarm.statuses), swarm.records, swarm.now)
+        assert "or the owner's bootstrap peer reforms the swarm (start it if it is down)" in alert.text
 
 
 def test_a_swarm_without_trainers_is_asleep_and_misses_no_elector() -> None:

@@ -99,6 +99,30 @@ def test_a_peer_says_once_that_the_schedule_waits_for_a_vouched_trainer(role: st
     assert [message for message in log.messages if "vouches" in message] == [f"{why} trainer,elector"] * 2
 
 
+@pytest.mark.parametrize("fails", ["majority", "round"])
+def test_who_sees_rounds_stand_does_not_say_that_they_go_on(fails: str, log: pytest.LogCaptureFixture) -> None:
+    peer = console_of(Clock(), "peer-aaaaaa", "trainer")
+    peer(commit(3))
+    if fails == "round":
+        peer(RoundFailed(4, 0, "timeout", ""))
+    for _ in range(2):
+        peer(PeersSeen(2, 1, ("peer-aaaaaa",), ("peer-aaaaaa", "helper") if fails == "majority" else ("peer-aaaaaa",), 0))
+    [said] = [message for message in log.messages if "vouches" in message]
+    assert said.startswith("the schedule waits for a trainer that the owner vouches for")
+
+
+def test_a_round_has_no_time_left_while_the_schedule_waits(log: pytest.LogCaptureFixture) -> None:
+    clock = Clock()
+    peer, seen = console_of(clock, "peer-aaaaaa", "trainer"), PeersSeen(2, 1, ("peer-aaaaaa",), (), 1)
+    for number, vouched in ((1, 1), (2, 1), (3, 0), (4, 1)):
+        for _ in range(2):
+            peer(replace(seen, vouched=vouched))
+        clock.now += 10
+        peer(commit(number))
+    ends = [message.split(" · ")[-1] for message in log.messages if "loss" in message]
+    assert ends[1:] == ["1m20s left", "the schedule waits", "1m00s left"]
+
+
 def test_who_got_the_base_after_it_saw_the_others_says_that_it_waits(log: pytest.LogCaptureFixture) -> None:
     clock = Clock()
     board = new_board(clock, "peer-aaaaaa", "trainer")
@@ -201,7 +225,8 @@ def test_a_round_that_fails_again_and_again_says_so_once_a_minute_and_how_many_a
         clock.now += 15
     trainer(commit(3))
     first, explained, later, decided = log.messages[1:]
-    missing = "1 of 2 electors missing (helper); rounds wait until a majority is back or the swarm reforms"
+    missing = "1 of 2 electors missing (helper); rounds wait until a majority is back, or the owner's bootstrap peer "
+    missing += "reforms the swarm (start it if it is down)"
     assert explained == f"round 3/10 · {missing}"
     assert first.startswith("round 3/10, attempt 0 failed (coordinator_lost: helper cannot be dialled)")
     assert later == (

@@ -231,6 +231,7 @@ def test_the_card_has_the_state_of_the_campaign_and_may_be_cached() -> None:
     ("live", {"done": True}, "done"), ("live", {"state": "paused"}, "paused"),
     ("live", {"state": "stopped", "done": True}, "stopped"),
     ("silent", {}, "no answer"), ("silent", {"done": True}, "done"), ("live", {"seconds_left": None}, ""),
+    ("live", {"waits": True}, "waits"),
 ])
 def test_the_card_says_why_no_time_is_left(state: str, fields: dict[str, Any], detail: str) -> None:
     card = ElementTree.fromstring(status_card({**view_of(2, 4), **fields}, state))

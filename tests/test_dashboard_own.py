@@ -151,7 +151,7 @@ def test_the_page_looks_for_the_swarm_at_ones_own_trainer_when_nobody_answers_el
     async def run() -> None:
         async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
             port = server.sockets[0].getsockname()[1]
-            state.write(OwnState("running", 0.0, spare_addresses=(f"/ip4/127.0.0.1/tcp/{port}/p2p/{peer}",)))
+            state.write(OwnState("running", 0.0, met_addresses=(f"/ip4/127.0.0.1/tcp/{port}/p2p/{peer}",)))
             nobody = f"/ip4/127.0.0.1/tcp/9/p2p/{peer}"
             async with beside(run_dashboard([nobody], "127.0.0.1", 0, lambda url: None, own=OwnTrainer(folder))):
                 await asyncio.wait_for(reached.wait(), 30)

@@ -77,6 +77,12 @@ def test_a_campaign_without_trainers_says_so() -> None:
     assert "running\n" not in text
 
 
+def test_a_campaign_that_waits_has_no_time_left() -> None:
+    waits = seen([replace(each, vouched_alive=0) for each in synthetic_swarm(3, 8, 20).statuses], NOBODY)
+    text = Texts(directory_page([replace(LIVE, seen=waits)], 0.0)).text
+    assert ("waits\n" in text, "left\n" in text) == (True, False)
+
+
 def test_programs_get_no_time_of_an_answer_before_the_first() -> None:
     assert [each["updated"] for each in to_json([Listed([NOBODY]), LIVE])] == [None, 1e9]
 

@@ -10,6 +10,7 @@ import tracemalloc
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import msgpack
 import pytest
@@ -382,6 +383,8 @@ def test_swarm_is_assembled_by_round_0_and_done_with_the_last() -> None:
     assert "vouches" not in shown([replace(peer, vouched_alive=1) for peer in strangers])
     begun = status_after(commit(5), PeersSeen(2, 1, vouched=0))
     assert "! rounds go on, but the schedule waits for a trainer that the owner vouches for" in shown([begun], width=200)
+    for stands in (replace(begun, failing={"timeout": 1}), replace(begun, electorate=("gone",))):
+        assert "! the schedule waits for a trainer that the owner vouches for" in shown([stands], width=200)
     assert [gather([status_after(commit(number))]).done for number in (0, ROUNDS - 1, ROUNDS)] == [False, False, True]
 
 
@@ -661,6 +664,17 @@ def test_the_headline_of_an_ordinary_campaign_fits_on_80_columns() -> None:
     )
     headline = shown([status], width=80).splitlines()[0]
     assert headline == "fairy-tales-english2 c3e4b015   round 1840/10000   18.4M tokens   2d07h left"
+
+
+@pytest.mark.parametrize("why", [{"vouched_alive": 0}, {"electorate": ("gone",)}, {"role": "helper"}])
+def test_a_campaign_that_waits_for_peers_has_no_time_left(why: dict[str, Any]) -> None:
+    goes_on = replace(status_after(commit(5)), seconds_left=100.0)
+    waits = replace(goes_on, **why)
+    assert "1m40s left" in round_line([goes_on])
+    assert ("left" in round_line([waits]), " · waits · " in round_line([waits])) == (False, True)
+    assert math.isnan(gather([waits]).seconds_left)
+    for is_no_wait in ({"state": "paused"}, {"round": waits.total_rounds}):
+        assert "waits ·" not in round_line([replace(waits, **is_no_wait)])
 
 
 def test_plain_line_says_trouble_too() -> None:

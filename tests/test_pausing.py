@@ -100,6 +100,11 @@ def test_a_trainer_that_is_paused_leaves_and_trains_again_after_resume(campaign:
         seen = call("status", str(swarm["peer-0"].run_dir), "--json")
         assert seen.code == 0, seen.stderr
         assert swarm["peer-2"].peer_id in [peer["peer_id"] for peer in json.loads(seen.stdout)["peers"]]
+
+        homeless = swarm["peer-2"]
+        assert call("pause", str(homeless.run_dir)).code == 0
+        assert call("resume", str(homeless.run_dir)).code == 0
+        swarm.wait(lambda: homeless.log.count("joined campaign test") == 2, 60, "it is back without the bootstrap peer")
         assert f"left · to continue, start it again with --run-dir {bootstrap.run_dir}" in bootstrap.log
 
 
@@ -224,24 +229,48 @@ def test_a_trainer_that_pauses_does_not_train(tmp_path: Path) -> None:
     assert asyncio.run(run()) == [("running", "", True), ("pausing", "user", False)]
 
 
-def test_a_trainer_in_the_swarm_says_where_else_the_swarm_is_found(tmp_path: Path) -> None:
-    async def run() -> list[tuple[str, ...]]:
+def test_a_trainer_says_where_else_the_swarm_is_found_also_after_it_left(tmp_path: Path) -> None:
+    async def run(other: str) -> list[tuple[str, ...]]:
         pauses, said = Pauses(make_peer_config(run_dir=tmp_path), ()), []
         with contextlib.closing(pauses):
-            for _ in range(2):
+            for in_swarm in (False, True, False):
                 assert await pauses.over()
-                pauses.prepares("getting the newest base")
-                own = read_own_state(tmp_path)
-                assert own is not None
-                said.append(own.spare_addresses)
-                pauses.spare_addresses = lambda: (EXAMPLE_ADDRESS,)
+                if in_swarm:
+                    pauses.in_swarm((EXAMPLE_ADDRESS,), lambda: (other,))
                 pauses.prepares("getting the newest base")
                 own = read_own_state(tmp_path)
                 assert own is not None
                 said.append(own.spare_addresses)
         return said
 
-    assert asyncio.run(run()) == [(), (EXAMPLE_ADDRESS,)] * 2
+    first, second = ("/ip4/127.0.0.1/tcp/" + port + EXAMPLE_ADDRESS[EXAMPLE_ADDRESS.index("/p2p/") :] for port in ("1", "2"))
+    assert asyncio.run(run(first)) == [(), (EXAMPLE_ADDRESS, first), (first,)]
+    assert asyncio.run(run(second)) == [(first,), (EXAMPLE_ADDRESS, second, first), (second, first)], "after a restart"
+
+
+@pytest.mark.parametrize(("listens", "asked"), [("first", [["first"]]), ("met", [["first", "met"]]), ("", [["first"]])])
+def test_a_trainer_that_comes_back_asks_peers_that_it_met_where_nobody_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, listens: str, asked: list[list[str]]
+) -> None:
+    tried, state = [], StateFile(tmp_path)
+    state.write(OwnState("running", 0.0, (EXAMPLE_ADDRESS,), met_addresses=(f"{EXAMPLE_ADDRESS[:-1]}9",)))
+    state.close()
+    names = {EXAMPLE_ADDRESS: "first", f"{EXAMPLE_ADDRESS[:-1]}9": "met"}
+
+    async def is_any_listening(addresses: Sequence[str]) -> bool:
+        return listens in [names[address] for address in addresses]
+
+    @contextlib.asynccontextmanager
+    async def ends(settings: PeerConfig, addresses: Sequence[str]) -> AsyncIterator[None]:
+        tried.append([names[address] for address in addresses])
+        raise UserError("ends")
+        yield
+
+    monkeypatch.setattr("spes_p2p.session.run.is_any_listening", is_any_listening)
+    monkeypatch.setattr("spes_p2p.session.run.connected", ends)
+    with pytest.raises(UserError, match="ends"):
+        asyncio.run(run_join([EXAMPLE_ADDRESS], make_peer_config(run_dir=tmp_path), lambda files, own: None))
+    assert tried == asked
 
 
 def test_after_the_campaign_nobody_is_told_to_start_the_trainer_again(tmp_path: Path) -> None:

@@ -71,7 +71,7 @@ def test_faults_strike_real_processes_at_named_points(tmp_path: Path) -> None:
     assert (found["violations"], found["orphan_processes"], code) == ([], 0, 0)
     points = ("accept", "push", "reduce", "save", "staged", "training")
     assert found["faults_at"] == {**dict.fromkeys(points, 1), "start": 2}
-    assert "retrying until a peer answers" in (tmp_path / "run" / "peer-1" / "log.txt").read_text()
+    assert "joining through peers that this trainer met before" in (tmp_path / "run" / "peer-1" / "log.txt").read_text()
     assert not running(tmp_path / "run")
 
 

@@ -134,6 +134,11 @@ def edit_config(folder: Path, **changes: Any) -> None:
     path.write_text(json.dumps({**json.loads(path.read_bytes()), **changes}))
 
 
+def ends_with(folder: Path, ids: int | list[int], token: str | dict[str, str] | None) -> None:
+    edit_config(folder, eos_token_id=ids)
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": token}))
+
+
 def drop_a_tensor(folder: Path, name: str) -> None:
     path = folder / "model.safetensors"
     save_file({key: value for key, value in load_file(path).items() if key != name}, path)
@@ -152,9 +157,12 @@ def cut_short(path: Path) -> None:
     ("olmoe", lambda f: edit_config(f, intermediate_size=48), r"is \[32, 24\], its config.json asks for \[32, 48\]"),
     ("olmoe", lambda f: edit_config(f, num_hidden_layers=3), "has no tensor model.layers.2"),
     ("olmoe", lambda f: edit_config(f, eos_token_id=600), "no token for the model's eos_token_id = 600; it is another model's"),
+    ("olmoe", lambda f: ends_with(f, 2, "<|endoftext|>"), r"""eos_token_id = 2, .* is the token '"', but .* id 0; edit"""),
+    ("olmoe", lambda f: ends_with(f, [2, 3], {"content": "<|endoftext|>"}), "edit the one that is wrong"),
     ("olmoe", lambda f: drop_a_tensor(f, "model.norm.weight"), "has no tensor model.norm.weight, which its config.json asks"),
     ("olmoe", lambda f: cut_short(f / "model.safetensors"), "model.safetensors: missing or cut short"),
     ("olmoe", lambda f: (f / "model.safetensors").unlink(), "has neither model.safetensors nor model.safetensors.index.json"),
+    ("olmoe", lambda f: (f / "config.json").unlink(), "has no config.json; name a folder with config.json and safetensors"),
     ("olmoe", lambda f: (f / "config.json").write_text("no"), "config.json: not a transformers config.json"),
     ("olmoe", lambda f: (f / "tokenizer.json").unlink(), "has no tokenizer.json; name the tokenizer of its text"),
     ("olmoe", lambda f: (f / "tokenizer.json").write_text("{}"), "not a tokenizer.json"),
@@ -166,6 +174,17 @@ def test_what_cannot_be_a_beginning_is_refused_in_one_line(family: str, harm: An
     with pytest.raises(UserError, match=message) as refusal:
         find_start(str(tmp_path), tmp_path, None, None, None, None)
     assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize(("ids", "token", "expected"), [
+    (0, "<|endoftext|>", "<|endoftext|>"), ([2, 0], "<|endoftext|>", '"'), (2, None, '"'), (None, '"', "<|endoftext|>"),
+])
+def test_the_models_end_token_ends_documents_if_the_tokenizer_agrees(
+    ids: Any, token: Any, expected: str, tmp_path: Path
+) -> None:
+    make_checkpoint("olmoe", tmp_path)
+    ends_with(tmp_path, ids, token)
+    assert find_start(str(tmp_path), tmp_path, None, None, None, None).eos_token == expected
 
 
 def test_random_weights_of_a_family_that_cannot_be_trained_are_refused(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
+from collections.abc import Awaitable, Callable, Sequence
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -66,7 +67,7 @@ def test_the_join_line_is_of_the_owners_helpers_and_of_nobody_else(peer: str, ad
     async def contacts() -> dict[str, Contact]:
         return {peer: Contact("c", PROTOCOL_VERSION, "helper", 0, "", (address,))}
 
-    swarm = cast(SwarmConnection, SimpleNamespace(contacts=contacts, genesis=SimpleNamespace(helpers=(PEER,))))
+    swarm = swarm_of(contacts)
     given = EXAMPLE_ADDRESS, f"{HOST}/p2p/{OTHER}"
     found = asyncio.run(address_to_join(swarm, given, {peer, PEER}))
     assert found == (address if is_taken else EXAMPLE_ADDRESS, True)
@@ -78,10 +79,32 @@ def test_the_join_line_has_an_address_that_answers_or_says_that_it_does_not() ->
     async def contacts() -> dict[str, Contact]:
         return {PEER: Contact("c", PROTOCOL_VERSION, "helper", 0, "", (announced,))}
 
-    swarm = cast(SwarmConnection, SimpleNamespace(contacts=contacts, genesis=SimpleNamespace(helpers=(PEER,))))
+    swarm = swarm_of(contacts)
     given = f"{HOST}/p2p/{PEER}", f"{HOST}/p2p/{OTHER}"
     for answering, expected in (({PEER, OTHER}, (announced, True)), ({OTHER}, (given[1], True)), (set(), (given[0], False))):
         assert asyncio.run(address_to_join(swarm, given, answering)) == expected
+
+
+@pytest.mark.parametrize(("role", "voters", "is_taken"), [
+    ("helper", [(PEER, OTHER), (PEER,)], True), ("helper", [(PEER,)], False), ("trainer", [(PEER, OTHER)], False),
+])
+def test_the_join_line_is_of_another_helper_only_if_it_has_voted(
+    role: str, voters: list[tuple[str, ...]], is_taken: bool
+) -> None:
+    own, other = f"{HOST}/p2p/{PEER}", f"/ip4/198.51.100.1/tcp/1/p2p/{OTHER}"
+
+    async def contacts() -> dict[str, Contact]:
+        return {OTHER: Contact("c", PROTOCOL_VERSION, role, 0, "", (other,))}
+
+    found = asyncio.run(address_to_join(swarm_of(contacts, voters), (own,), {OTHER}))
+    assert found == ((other, True) if is_taken else (own, False))
+
+
+def swarm_of(contacts: Callable[[], Awaitable[dict[str, Contact]]], voters: Sequence[tuple[str, ...]] = ()) -> SwarmConnection:
+    """A campaign of PEER's; `voters`: the electorate of each round."""
+    commits = [SimpleNamespace(electorate=each) for each in voters]
+    log = SimpleNamespace(begins=0, round=len(voters) - 1, commit_at=commits.__getitem__)
+    return cast(SwarmConnection, SimpleNamespace(contacts=contacts, genesis=SimpleNamespace(helpers=(PEER,)), log=log))
 
 
 def test_a_contact_has_no_control_characters() -> None:

@@ -23,6 +23,7 @@ from spes_p2p.model.upcycle import FAMILIES, UpcycleRule, check_dense, upcycled_
 from spes_p2p.observe.library_bars import library_bars
 
 HUB_NAME = re.compile(r"(?P<name>[\w.-]+/[\w.-]+)(@(?P<revision>[\w.-]+))?")
+TOKENIZER_CONFIG = "tokenizer_config.json"
 HUB_FILES = ["*.json", "*.safetensors"]
 
 
@@ -70,7 +71,8 @@ def find_start(
         raise UserError(f"{checkpoint}: has no {TOKENIZER_FILE}; name the tokenizer of its text with --tokenizer")
     tokenizer = tokenizer or found / TOKENIZER_FILE
     return Start(
-        _recorded(checkpoint, found, folder), model, content, tokenizer, _eos_token(config, tokenizer),
+        _recorded(checkpoint, found, folder), model, content, tokenizer,
+        _eos_token(config, found / CONFIG_JSON, tokenizer),
         None if has_experts else upcycle or "copy",
     )
 
@@ -135,12 +137,27 @@ def _recorded(checkpoint: str, found: Path, folder: Path) -> str:
     return f"{checkpoint.partition('@')[0]}@{found.name}"  # the cache names a snapshot after its commit
 
 
-def _eos_token(config: dict[str, Any], tokenizer: Path) -> str:
-    """Return the token that ends documents: the model's own, or the usual one."""
+def _eos_token(config: dict[str, Any], config_json: Path, tokenizer: Path) -> str:
+    """Return the token that ends documents: the model's own, which must be the tokenizer's too, or the usual one."""
     known = load_tokenizer(tokenizer)
-    ids = config.get("eos_token_id")
-    first = ids[0] if isinstance(ids, list) and ids else ids
-    token = known.id_to_token(first) if isinstance(first, int) else END_OF_TEXT
+    found = config.get("eos_token_id")
+    ids = found if isinstance(found, list) and found else [found]
+    token = known.id_to_token(ids[0]) if isinstance(ids[0], int) else END_OF_TEXT
     if token is None or known.token_to_id(token) is None:
-        raise UserError(f"{tokenizer}: has no token for the model's eos_token_id = {first}; it is another model's tokenizer")
+        raise UserError(f"{tokenizer}: has no token for the model's eos_token_id = {ids[0]}; it is another model's tokenizer")
+    settings = tokenizer.with_name(TOKENIZER_CONFIG)
+    named = _named_eos_token(settings)
+    if named is not None and isinstance(ids[0], int) and known.token_to_id(named) not in ids:
+        raise UserError(f"{config_json}: eos_token_id = {ids[0]}, which would end each document, is the token {token!r}, but "
+                        f"{settings} has eos_token = {named!r}, id {known.token_to_id(named)}; edit "
+                        "the one that is wrong, of a Hub checkpoint in a copy")
     return token
+
+
+def _named_eos_token(tokenizer_config: Path) -> str | None:
+    """Return the end token that a `tokenizer_config.json` names; None without one."""
+    try:
+        named = json.loads(tokenizer_config.read_bytes())["eos_token"]
+        return str(named["content"] if isinstance(named, dict) else named) if named else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None

@@ -12,7 +12,7 @@ from typing import Any
 
 from spes_p2p.messages.presence import PeerStatus, RoundRecord
 from spes_p2p.observe.json_values import to_json
-from spes_p2p.observe.swarm_status import SwarmStatus, gather, lacking_vouched, slow_lines, swarm_status
+from spes_p2p.observe.swarm_status import NO_MAJORITY, SwarmStatus, gather, lacking_vouched, slow_lines, swarm_status
 from spes_p2p.observe.units import counted, human_count, human_indices, human_loss, human_seconds, short_peer
 from spes_p2p.rounds.runaway import HeldOut, course_of
 
@@ -73,7 +73,8 @@ def _loss(records: Sequence[RoundRecord]) -> Alert | None:
 def _vouched(swarm: SwarmStatus) -> Alert | None:
     if not swarm.lacks_vouched:
         return None
-    return Alert("no_vouched_trainer", "warning" if swarm.assembled else "critical", lacking_vouched(swarm.assembled))
+    severity = "warning" if swarm.assembled else "critical"
+    return Alert("no_vouched_trainer", severity, lacking_vouched(swarm.assembled, swarm.rounds_go_on))
 
 
 def _electors(swarm: SwarmStatus) -> Alert | None:
@@ -83,7 +84,7 @@ def _electors(swarm: SwarmStatus) -> Alert | None:
         return None
     text = f"no answer from {missing} of {counted(total, 'elector')} ({', '.join(map(short_peer, swarm.electors_missing))})"
     if swarm.majority_missing:
-        return Alert("electors_missing", "critical", f"{text}; rounds wait until a majority is back or the swarm reforms")
+        return Alert("electors_missing", "critical", f"{text}; {NO_MAJORITY}")
     return Alert("electors_missing", "warning", f"{text}; if one more is missing, no round is decided")
 
 

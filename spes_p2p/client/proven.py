@@ -73,10 +73,14 @@ def corrected(
     return found
 
 
+def kept_rounds(log: CommitLog) -> range:
+    """Return the rounds whose commits a log has at hand."""
+    return range(max(log.begins, log.round - KEPT_READ + 1), log.round + 1)
+
+
 def _verdicts(log: CommitLog) -> set[Verdict]:
     """Return the verdicts of the commits that a log has at hand."""
-    numbers = range(max(log.begins, log.round - KEPT_READ + 1), log.round + 1)
-    return {verdict for number in numbers for verdict in log.commit_at(number).verdicts}
+    return {verdict for number in kept_rounds(log) for verdict in log.commit_at(number).verdicts}
 
 
 def _verdict(auditor: str, audited: Audited) -> Verdict:

@@ -27,8 +27,9 @@ class Checkpoint:
     def __init__(self, folder: Path):
         """Raises UserError if the folder is not such a checkpoint, or one of its files is missing or cut short."""
         self.folder = folder
-        if not folder.is_dir():
-            raise UserError(f"{folder}: no such checkpoint folder; name a folder with {CONFIG_JSON} and safetensors files")
+        if not (folder / CONFIG_JSON).is_file():
+            lacks = f"has no {CONFIG_JSON}" if folder.is_dir() else "no such checkpoint folder"
+            raise UserError(f"{folder}: {lacks}; name a folder with {CONFIG_JSON} and safetensors files")
         self.config = read_config_json(folder / CONFIG_JSON)
         self._open_name, self._open_file = "", cast(Any, None)
         self._file_of = self._read_index()

@@ -14,7 +14,7 @@ from spes_p2p.observe import events
 from spes_p2p.observe.events import BEFORE_TRAINING, BaseRestored, Event, RoundCommitted
 from spes_p2p.observe.log import EVENT
 from spes_p2p.observe.status import StatusBoard
-from spes_p2p.observe.swarm_status import gather, holds_rounds_up, lacking_vouched, sync_seconds
+from spes_p2p.observe.swarm_status import NO_MAJORITY, gather, holds_rounds_up, lacking_vouched, sync_seconds
 from spes_p2p.observe.units import (
     counted,
     human_bytes,
@@ -231,7 +231,8 @@ class RoundLog:
         waits = status.base_digest and (is_under_way or self._awaits_first_vouched())
         is_lacking = waits and status.vouched_alive == 0 and status.trainers_alive > 0 and status.state == "running"
         self._looks_without_vouched = self._looks_without_vouched + 1 if is_lacking else 0
-        return lacking_vouched(is_under_way) if self._looks_without_vouched == 2 else None
+        stand = NO_MAJORITY in self._missing or self._failing.round > status.round
+        return lacking_vouched(is_under_way, not stand) if self._looks_without_vouched == 2 else None
 
     def _awaits_first_vouched(self) -> bool:
         """Whether this trainer waits for round 0, for which enough trainers are here."""
@@ -269,12 +270,12 @@ class RoundLog:
         if not missing:
             return ""
         names, electors = ", ".join(short_peer(peer) for peer in missing), len(event.electorate)
-        wait = "; rounds wait until a majority is back or the swarm reforms" if 2 * len(missing) >= electors else ""
+        wait = f"; {NO_MAJORITY}" if 2 * len(missing) >= electors else ""
         return f" · {len(missing)} of {counted(electors, 'elector')} missing ({names}){wait}"
 
     def _lost_majority(self) -> str | None:
         """Report once for a round that fails why: it takes a while until dead electors vanish from the registry."""
-        failing, is_waiting = self._failing, "; rounds wait" in self._missing and not self._sees_no_trainer()
+        failing, is_waiting = self._failing, NO_MAJORITY in self._missing and not self._sees_no_trainer()
         if not is_waiting or failing.is_explained or failing.round <= self._board.status.round:
             return None
         failing.is_explained = True
@@ -293,7 +294,7 @@ class RoundLog:
         if self._present >= 0:  # the first round has not begun
             return f"waiting for trainers for {waited}: {self._of_all()}{self._missing}"
         if self._looks_without_vouched and self._awaits_first_vouched():
-            return f"waiting for {waited}: {lacking_vouched(has_begun=False)}"
+            return f"waiting for {waited}: {lacking_vouched(False, False)}"
         return f"{self._nth(status.round + 1)} · {what} for {waited}{self._missing}"
 
     def _failed(self, event: events.RoundFailed) -> str | None:
@@ -365,6 +366,8 @@ class RoundLog:
         parts = self._round(event, caught_up is None) if event.round > 0 else self._assembled(event)
         status = self._board.status
         left = time_left(status.seconds_left) if 0 < event.round < status.total_rounds else ""
+        if left and self._looks_without_vouched > 1:
+            left = "the schedule waits"
         if event.round >= status.total_rounds and self._serves_on():
             left = f"the campaign is over{self._serves_on()}"
         return " · ".join(part for part in (*parts, *remarks, left) if part)

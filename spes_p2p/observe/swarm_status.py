@@ -6,7 +6,7 @@ import math
 import statistics
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from spes_p2p.messages.audits import Audited
@@ -17,6 +17,7 @@ SLOW_LINE = 4.0
 """A line is slow if its upload is less than the median by this factor."""
 WAITING_SHARE = 0.25
 """Rounds that take less than this share of the training before them are not worth a remark."""
+NO_MAJORITY = "rounds wait until a majority is back, or the owner's bootstrap peer reforms the swarm (start it if it is down)"
 STILL_SLOW = 0.5
 """A line that was slow stays so down to this share of both bounds: measurements of a line at a bound would flap."""
 
@@ -44,6 +45,7 @@ class SwarmStatus:
     tokens_per_second: float
     """Sum over the trainers."""
     seconds_left: float
+    """NaN while the campaign waits."""
     base_digest: str
     digests_equal: bool
     """Whether all leading peers report the same digest."""
@@ -111,6 +113,17 @@ class SwarmStatus:
         return bool(self.electorate) and 2 * (len(self.electorate) - len(self.electors_missing)) <= len(self.electorate)
 
     @property
+    def rounds_go_on(self) -> bool:
+        """Whether rounds are decided, as far as anyone can tell."""
+        return not (self.majority_missing or self.failing or self.is_asleep)
+
+    @property
+    def waits(self) -> bool:
+        """Whether all rounds, or the schedule, wait for peers: nobody knows when the campaign ends."""
+        is_under_way = self.assembled and self.state == "running" and not self.done
+        return is_under_way and (self.lacks_vouched or self.majority_missing or self.is_asleep)
+
+    @property
     def is_asleep(self) -> bool:
         """Whether all trainers are gone before the end: rounds go on when one joins."""
         return self.assembled and not self.done and all(peer.role != "trainer" for peer in self.peers)
@@ -145,7 +158,7 @@ def gather(statuses: Sequence[PeerStatus]) -> SwarmStatus:
     trains = any(status.role == "trainer" for status in peers)
     lefts = (status.seconds_left for status in (best, *leading, *peers) if trains)
     validation_round, validation_loss = _held_out(with_base)
-    return SwarmStatus(
+    swarm = SwarmStatus(
         **{name: getattr(best, name) for name in _OF_ONE_PEER},
         round=newest,
         validation_loss=validation_loss,
@@ -166,6 +179,7 @@ def gather(statuses: Sequence[PeerStatus]) -> SwarmStatus:
         scores=_scores(peers),
         audits=_audits(peers),
     )
+    return replace(swarm, seconds_left=math.nan) if swarm.waits else swarm
 
 
 def _held_out(peers: Sequence[PeerStatus]) -> tuple[int, float]:
@@ -198,9 +212,9 @@ def swarm_status(statuses: Sequence[PeerStatus]) -> dict[str, Any]:
     return document
 
 
-def lacking_vouched(has_begun: bool) -> str:
+def lacking_vouched(has_begun: bool, rounds_go_on: bool) -> str:
     """Say that no trainer is here for whom the owner vouches, and what to do about it."""
-    what = "rounds go on, but the schedule waits" if has_begun else "round 0 waits"
+    what = ("rounds go on, but " if rounds_go_on else "") + "the schedule waits" if has_begun else "round 0 waits"
     anew = "" if has_begun else ", or begins anew with sync.min_peers: 0"
     return f"{what} for a trainer that the owner vouches for; the owner invites one with --roles trainer,elector{anew}"
 

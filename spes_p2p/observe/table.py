@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from spes_p2p.messages.presence import PeerStatus
-from spes_p2p.observe.swarm_status import SwarmStatus, gather, lacking_vouched, sync_seconds
+from spes_p2p.observe.swarm_status import NO_MAJORITY, SwarmStatus, gather, lacking_vouched, sync_seconds
 from spes_p2p.observe.units import (
     UNKNOWN,
     counted,
@@ -86,7 +86,9 @@ def _trained(swarm: SwarmStatus) -> list[str]:
 def _when_done(swarm: SwarmStatus) -> str:
     if swarm.done and swarm.state != "stopped":
         return "done"
-    return time_left(swarm.seconds_left) if swarm.state == "running" else swarm.state
+    if swarm.state != "running":
+        return swarm.state
+    return "waits" if swarm.waits else time_left(swarm.seconds_left)
 
 
 def _held_out(swarm: SwarmStatus) -> str:
@@ -259,11 +261,11 @@ def troubles(swarm: SwarmStatus) -> list[str]:
         found.append("no trainer is here; rounds go on when one joins")
     elif swarm.electors_missing and not swarm.done:
         missing = ", ".join(short_peer(peer) for peer in swarm.electors_missing)
-        wait = "; rounds wait until a majority is back or the swarm reforms" if swarm.majority_missing else ""
+        wait = f"; {NO_MAJORITY}" if swarm.majority_missing else ""
         silent = f"{len(swarm.electors_missing)} of {counted(len(swarm.electorate), 'elector')}"
         found.append(f"no answer from {silent} ({missing}){wait}")
     if swarm.lacks_vouched:
-        found.append(lacking_vouched(swarm.assembled))
+        found.append(lacking_vouched(swarm.assembled, swarm.rounds_go_on))
     if swarm.failing and not swarm.is_asleep:
         reasons = ", ".join(f"{reason} {count}" for reason, count in swarm.failing.items())
         found.append(f"failed attempts at round {swarm.round + 1} so far: {reasons}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
 from typing import Any
 
 from spes_p2p.campaign.files import CampaignFiles
@@ -26,13 +26,12 @@ from spes_p2p.observe.events import Observer
 from spes_p2p.observe.metrics import Metrics
 from spes_p2p.peer.node import Node
 from spes_p2p.rounds.plan import Rules
+from spes_p2p.session.own_state import MAX_MET_ADDRESSES
 from spes_p2p.session.run_dir import made_run_dir
 from spes_p2p.storage.interfaces import Store
 
 FIRST_CONTACT_SILENCE_S = 10.0
 """Silence timeout until the campaign's own is known."""
-MAX_SPARE_ADDRESSES = 8
-"""Bounds the connections that a command tries."""
 
 
 @contextlib.asynccontextmanager
@@ -83,12 +82,21 @@ async def make_node(
     return node
 
 
-def spare_addresses(node: Node) -> tuple[str, ...]:
-    """Return where a command on this machine finds the swarm if nobody else answers: at this peer, or at electors."""
-    contacts = [node.contacts[peer] for peer in node.log.last.electorate if peer in node.contacts]
-    electors = [address for contact in contacts for address in contact.addresses]
-    found = dict.fromkeys((*node.world.transport.addresses, *electors[:MAX_SPARE_ADDRESSES]))
-    return tuple(address for address in found if is_peer_address(address) and not is_relayed(address))
+def met_addresses(node: Node) -> tuple[str, ...]:
+    """Return where this machine finds the swarm if nobody answers where the peer joined: at electors, and others of the round.
+
+    In an open campaign the owner vouches for all of them: others could lead to another campaign.
+    """
+    last = node.log.last
+    known = last.trusted if node.campaign.config.admission == "open" else frozenset(last.participants)
+    peers = [peer for peer in dict.fromkeys((*last.electorate, *sorted(known))) if peer != node.peer_id]
+    found = [address for peer in peers if peer in node.contacts for address in node.contacts[peer].addresses]
+    return direct(found)[:MAX_MET_ADDRESSES]
+
+
+def direct(addresses: Iterable[str]) -> tuple[str, ...]:
+    """Return those that a peer can be dialled at without a relay."""
+    return tuple(address for address in dict.fromkeys(addresses) if is_peer_address(address) and not is_relayed(address))
 
 
 async def live_on(net: Libp2p, life: Coroutine[Any, Any, None]) -> None:

@@ -26,6 +26,8 @@ from spes_p2p.observe.json_values import to_json
 STATE_FILE, ORDER_FILE = "own_state.json", "pause"
 PREPARING, DONE = "preparing", "done"
 OWNERS_PAUSE = "the campaign is paused"
+MAX_MET_ADDRESSES = 16
+"""Bounds the connections that a command, or the trainer's next start, tries."""
 LOCK_TRIES, LOCK_AGAIN_S = 5, 0.02
 """A reader that looks whether a trainer runs holds the lock for a moment."""
 
@@ -47,8 +49,15 @@ class OwnState:
     """The same for people, with when it goes on. Before it trains: what it waits for; then: when it will pause."""
     trains: bool = False
     """Whether it has trained since it joined, and neither it nor its campaign has been paused since."""
-    spare_addresses: tuple[str, ...] = ()
-    """While it is in the swarm: its own and electors', for when nobody answers at `addresses`."""
+    own_addresses: tuple[str, ...] = ()
+    """Its own while it is in the swarm."""
+    met_addresses: tuple[str, ...] = ()
+    """Of peers that it met in the swarm, now or earlier."""
+
+    @property
+    def spare_addresses(self) -> tuple[str, ...]:
+        """Where the swarm may be found if nobody answers at `addresses`."""
+        return self.own_addresses + self.met_addresses
 
     @property
     def is_preparing(self) -> bool:
@@ -136,6 +145,15 @@ def read_own_state(run_dir: Path) -> OwnState | None:
         return OwnState("running", 0.0)  # it is being written
 
 
+def last_said(run_dir: Path) -> OwnState:
+    """Return what the last trainer with this run-dir said, which may have ended; an empty state if nobody can tell."""
+    with suppress(OSError, ValidationError):
+        state = _STATE.validate_json((run_dir / STATE_FILE).read_bytes())
+        if all(map(is_peer_address, state.addresses + state.spare_addresses)):
+            return state
+    return OwnState("", 0.0)
+
+
 def _open_own(path: Path, flags: int) -> int:
     """Open a regular file of this run-dir, never one that a link names. Raises FileNotFoundError, UserError."""
     try:
@@ -179,15 +197,12 @@ def require_running(run_dir: Path) -> OwnState:
     require_used(run_dir)
     state = read_own_state(run_dir)
     if state is None:
-        try:
-            said = _STATE.validate_json((run_dir / STATE_FILE).read_bytes())
-        except (OSError, ValidationError):
-            said = OwnState("", 0.0)
+        said = last_said(run_dir)
         quoted = shlex.quote(str(run_dir))
         if said.state == DONE:
             raise UserError(f"{run_dir}: the campaign is over, and the trainer with this run-dir has ended; export the model "
                             f"with spes-p2p export --run-dir {quoted} --output checkpoint, or give the address of a peer")
-        addresses = " ".join(said.addresses) if said.addresses and all(map(is_peer_address, said.addresses)) else "ADDRESS"
+        addresses = " ".join(said.addresses) or "ADDRESS"
         raise UserError(f"{run_dir}: no trainer runs with this run-dir; start it with spes-p2p join {addresses} "
                         f"--run-dir {quoted}, or give the address of a peer")
     return state

@@ -24,7 +24,17 @@ from spes_p2p.observe.events import BaseRestored, Event, Observer, Paused, Quota
 from spes_p2p.observe.metrics import Metrics
 from spes_p2p.peer.leaving import LeaveRequest
 from spes_p2p.session.machine_use import MachineUse
-from spes_p2p.session.own_state import DONE, OWNERS_PAUSE, PREPARING, STATE_FILE, OwnState, StateFile, is_pause_ordered
+from spes_p2p.session.own_state import (
+    DONE,
+    MAX_MET_ADDRESSES,
+    OWNERS_PAUSE,
+    PREPARING,
+    STATE_FILE,
+    OwnState,
+    StateFile,
+    is_pause_ordered,
+    last_said,
+)
 from spes_p2p.session.pause_rules import IdleRule, Pause, outside_hours, over_quota, quota_forecast
 from spes_p2p.session.traffic import TrafficMeter
 
@@ -56,8 +66,10 @@ class Pauses:
         self._said: OwnState | None = None
         self._waits_for, self._has_base, self._trains = "", False, False
         """What a trainer that does not train yet is busy with, or waits for; whether it has a base, and has trained."""
-        self.spare_addresses: Callable[[], tuple[str, ...]] = tuple
-        """Returns what `OwnState` has of the same name, while the trainer is in the swarm."""
+        self.met = last_said(settings.run_dir).met_addresses
+        """Where the trainer met other peers, now or before it left the swarm, the last ones first."""
+        self._own: tuple[str, ...] = ()
+        self._meets: Callable[[], tuple[str, ...]] = tuple
         self._idle, self._use, self._measured_s = IdleRule(), MachineUse(), -math.inf
         self._meter = TrafficMeter(settings.run_dir) if settings.quota is not None else None
 
@@ -77,6 +89,10 @@ class Pauses:
         """Say that the trainer prepares, in its run-dir. Raises UserError if another one uses the run-dir."""
         self._waits_for = task
         self._say(PREPARING)
+
+    def in_swarm(self, own: tuple[str, ...], meets: Callable[[], tuple[str, ...]]) -> None:
+        """Say where others find the swarm: at the trainer's `own` addresses while it is there, and where `meets` says."""
+        self._own, self._meets = own, meets
 
     def count(self, daemon_pid: int) -> None:
         """Count the traffic of this p2pd for the quota."""
@@ -125,7 +141,7 @@ class Pauses:
 
     async def over(self) -> bool:
         """Return True as soon as the trainer may train, False if the process is asked to end before."""
-        self.spare_addresses = tuple
+        self._own, self._meets = (), tuple
         if self._meter is not None:
             self._meter.stop()
         self.pause, shown = await self._look(), None
@@ -188,8 +204,9 @@ class Pauses:
         else:
             forecast = self._forecast()
             reason, detail = "", self._waits_for or (forecast.line if forecast else "")
-        trains, spare = self._trains and self.pause is None, self.spare_addresses()
-        said = OwnState(state, 0.0, self._addresses, reason, detail, trains, spare)
+        self.met = tuple(dict.fromkeys((*self._meets(), *self.met)))[:MAX_MET_ADDRESSES]
+        trains = self._trains and self.pause is None
+        said = OwnState(state, 0.0, self._addresses, reason, detail, trains, self._own, self.met)
         if self._said != said:
             self._said = said
             self._file.write(replace(said, since=self._wall_time()))

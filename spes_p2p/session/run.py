@@ -23,6 +23,7 @@ from spes_p2p.data.shelf import TokenShelf
 from spes_p2p.errors import NobodyAnswers
 from spes_p2p.messages.admission import Invitation
 from spes_p2p.messages.consensus import Commit
+from spes_p2p.net.daemon_process import is_any_listening
 from spes_p2p.net.interfaces import World
 from spes_p2p.net.libp2p import FIND_EVERY_S, Libp2p
 from spes_p2p.net.reachability import Reachability, describe
@@ -39,7 +40,7 @@ from spes_p2p.session.admission import admitted, keep_invitation
 from spes_p2p.session.apart import run_apart
 from spes_p2p.session.downstream import Evaluations, continue_prompts, evaluate_tasks
 from spes_p2p.session.genesis import fetch_genesis, join_with_base_0, load_or_make_genesis, make_layout, require_checkpoint
-from spes_p2p.session.network import connected, first_contact, live_on, make_node, spare_addresses, world_of
+from spes_p2p.session.network import connected, direct, first_contact, live_on, make_node, met_addresses, world_of
 from spes_p2p.session.observers import observing, sharing_history
 from spes_p2p.session.pausing import Pauses, call_on_signals
 from spes_p2p.session.preparing import still
@@ -167,7 +168,8 @@ async def run_join(
 ) -> None:
     """Train in the campaign at these addresses until it is complete or a signal arrives, with pauses that the user wants.
 
-    After a restart with the same run-dir it retries until a peer answers, since the bootstrap peer may be down too.
+    After a pause, or a restart with the same run-dir, it retries until a peer answers, be it one that it met before: the
+    bootstrap peer may be down too.
     """
     if settings.nice:
         asyncio.get_running_loop().set_default_executor(nice_executor(settings.nice))
@@ -178,7 +180,8 @@ async def run_join(
     with contextlib.closing(pauses):
         while await pauses.over():
             try:
-                await _join(addresses, settings, on_joined, extension, pauses)
+                asked = addresses if not tries and await is_any_listening(addresses) else await _with_met(addresses, pauses.met)
+                await _join(asked, settings, on_joined, extension, pauses)
                 if not pauses.follows:
                     return
                 tries = 0
@@ -190,6 +193,14 @@ async def run_join(
                 tries += 1
                 await asyncio.sleep(FIND_EVERY_S)
         logger.info("left · %s", to_continue(settings.run_dir, settings.identity))
+
+
+async def _with_met(addresses: Sequence[str], met: Sequence[str]) -> Sequence[str]:
+    """Return these addresses, and those of peers that the trainer met before if one of these listens."""
+    if not await is_any_listening(met):
+        return addresses
+    logger.info("no peer answers at %s; joining through peers that this trainer met before", ", ".join(addresses))
+    return *addresses, *(address for address in met if address not in addresses)
 
 
 async def _join(
@@ -293,7 +304,7 @@ async def _live_as_trainer(
         world = extension.around(world_of(net, ready.store, settings))
         named = settings.name or "", settings.team or ""
         node = await make_node(net, world, files, ready.genesis, "trainer", observers.all, ready.invitation, named)
-        pauses.spare_addresses = partial(spare_addresses, node)
+        pauses.in_swarm(direct(net.transport.addresses), partial(met_addresses, node))
         library = await serve_text(node, ready.shelf, settings.private_urls or all(map(is_loopback, addresses)))
         leave = LeaveRequest()
         text, held_out = make_readers(files, ready.shelf, library, leave)

@@ -37,6 +37,8 @@ def _now(view: dict[str, Any], state: str) -> str:
         return "no answer"
     if view["state"] != "running":
         return str(view["state"])
+    if view["waits"]:
+        return "waits"
     return "" if view["seconds_left"] is None else time_left(view["seconds_left"])
 
 

@@ -95,7 +95,8 @@ def _article(listed: Listed) -> str:
     last = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(listed.updated))
     now = known.state
     if now == "running":
-        now = time_left(known.seconds_left) or "running" if known.trainers else "no trainers"
+        usual = "waits" if known.waits else time_left(known.seconds_left) or "running"
+        now = usual if known.trainers else "no trainers"
     share = 100 * min(1.0, known.round / max(1, known.total_rounds))
     of_round = f"round {known.validation_round}" if math.isfinite(known.validation_loss) else "not evaluated"
     figures = [

@@ -27,6 +27,8 @@ class Seen:
     validation_loss: float
     validation_round: int
     seconds_left: float
+    waits: bool
+    """Whether its rounds or its schedule wait for peers."""
     command: str
     """To take part, or to take the model once the campaign is done."""
     note: str
@@ -56,6 +58,6 @@ def seen(statuses: Sequence[PeerStatus], address: str, note: str = "") -> Seen:
     return Seen(
         swarm.campaign, swarm.campaign_hash, "done" if swarm.done and swarm.state != "stopped" else swarm.state, swarm.round,
         swarm.total_rounds, trainers, len(peers) - trainers, swarm.total_tokens, swarm.tokens_per_second,
-        swarm.validation_loss, swarm.validation_round, swarm.seconds_left, take if swarm.done else f"spes-p2p join {address}",
-        note,
+        swarm.validation_loss, swarm.validation_round, swarm.seconds_left, swarm.waits,
+        take if swarm.done else f"spes-p2p join {address}", note,
     )

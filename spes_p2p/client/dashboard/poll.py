@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -13,6 +13,7 @@ from spes_p2p.client.alerts import NOBODY_ANSWERS, Alert, alerts, status_documen
 from spes_p2p.client.chronicle import Chronicle, owners_first
 from spes_p2p.client.connection import SwarmConnection, connect
 from spes_p2p.client.dashboard.view import TIMELINE_ROUNDS, series, swarm_view
+from spes_p2p.client.proven import kept_rounds
 from spes_p2p.config.addresses import is_peer_address, peer_of
 from spes_p2p.config.campaign import CampaignConfig
 from spes_p2p.errors import NobodyAnswers, UserError
@@ -194,14 +195,21 @@ def _publish(
 
 
 async def address_to_join(swarm: SwarmConnection, addresses: Sequence[str], answering: Collection[str]) -> tuple[str, bool]:
-    """Return the announced address of one of the owner's helpers, or a given address, and whether that peer is `answering`.
+    """Return the announced address of one of the owner's helpers, a given address, or that of another helper that has voted
+    lately, and whether that peer is `answering`.
 
     People copy it into a shell: nothing but a peer's address is in it, and the address is of that peer.
     """
-    contacts, helpers = await swarm.contacts(), swarm.genesis.helpers
-    announced = [(peer, address) for peer in helpers if peer in contacts for address in contacts[peer].addresses]
-    found = [address for peer, address in announced if is_peer_address(address) and peer_of(address) == peer]
-    living = [address for address in (*found, *addresses) if peer_of(address) in answering]
+    contacts, log = await swarm.contacts(), swarm.log
+    voters = {peer for number in kept_rounds(log) for peer in log.commit_at(number).electorate}
+
+    def announced(peers: Iterable[str]) -> list[str]:
+        found = [(peer, address) for peer in peers if peer in contacts for address in contacts[peer].addresses]
+        return [address for peer, address in found if is_peer_address(address) and peer_of(address) == peer]
+
+    others = announced(peer for peer in sorted(voters) if peer in contacts and contacts[peer].role == "helper")
+    known = (*announced(swarm.genesis.helpers), *addresses, *others)
+    living = [address for address in known if peer_of(address) in answering]
     return (living or addresses)[0], bool(living)
 
 

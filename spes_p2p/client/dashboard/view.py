@@ -65,7 +65,7 @@ def swarm_view(
         if each.peer not in places and (each.tokens or each.expert_steps)
     ]
     document["teams"] = totals.teams()
-    document["assembled"], document["done"] = swarm.assembled, swarm.done
+    document["assembled"], document["done"], document["waits"] = swarm.assembled, swarm.done, swarm.waits
     return document
 
 
