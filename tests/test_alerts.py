@@ -208,9 +208,10 @@ def test_a_notice_that_the_url_refuses_is_posted_again_and_logged_once(caplog: p
         assert receiver.taken[0]["kind"] == "nobody_answers"
 
     posting(live, look)
-    [line] = [record.getMessage() for record in caplog.records if "--webhook" in record.getMessage()]
-    assert "answers 503" in line
-    assert "secret" not in line
+    refused, taken = [record.getMessage() for record in caplog.records if "--webhook" in record.getMessage()]
+    assert "answers 503" in refused
+    assert taken == "--webhook 127.0.0.1: takes alerts again"
+    assert "secret" not in refused
 
 
 @pytest.mark.parametrize("url", ["", "ftp://a/b", "https://", "http:/a", "https://a b/c", "file:///etc/x", "http://a:x", "a.b"])

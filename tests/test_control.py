@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from spes_p2p.campaign.orders import CampaignView, parse_order, revoked, rollback
+from spes_p2p.campaign.orders import CampaignView, parse_order, revoked, rollback, unreached
 from spes_p2p.client.owner import _view
 from spes_p2p.consensus.certificate import vote_message
 from spes_p2p.consensus.commit_log import CommitLog
@@ -617,6 +617,21 @@ def view(
     return CampaignView(
         the_campaign.hash, OWNER_ID, the_campaign.config, newest, round_number, step, (2,), excluded, applied
     )
+
+
+@pytest.mark.parametrize(("words", "is_reached"), [
+    ("schedule 6 learning_rate=0.5", True), ("schedule 7 learning_rate=0.5", False), ("schedule 99 total_steps=2100", False),
+    ("schedule 7 total_steps=80", True), ("require 1 from 6", True), ("require 1 from 7", False), ("pause", True),
+])
+def test_the_owner_is_told_that_an_order_begins_after_the_end(words: str, is_reached: bool) -> None:
+    assert (unreached(parse_order(words.split())(view()), view()) == "") is is_reached
+    longer = view(newest=parse_order(["schedule", "5", "total_steps=2000"])(view()))
+    assert unreached(parse_order(words.split())(longer), longer) == ""
+
+
+def test_steps_that_are_added_to_a_complete_campaign_are_reached() -> None:
+    complete = view(6, step=60)
+    assert unreached(parse_order(["schedule", "7", "total_steps=80"])(complete), complete) == ""
 
 
 def test_an_order_in_words() -> None:

@@ -107,5 +107,11 @@ def test_a_file_of_no_dtype_that_fits_is_refused(tmp_path: Path) -> None:
         detect_dtype(path, 512)
 
 
+def test_a_file_of_an_odd_length_is_cut(tmp_path: Path) -> None:
+    (tmp_path / "cut.npy").write_bytes(bytes(301))
+    with pytest.raises(UserError, match=r"cut\.npy: 301 bytes are no whole number of ids; it is truncated"):
+        detect_dtype(tmp_path / "cut.npy", 512)
+
+
 def test_the_narrowest_dtype_holds_every_id() -> None:
     assert [smallest_dtype(size) for size in (512, 65536, 65537)] == ["uint16", "uint16", "uint32"]

@@ -295,6 +295,8 @@ def test_a_manifest_names_no_path_of_the_owners_machine(
     np.arange(100, dtype="<u2").tofile(tmp_path / "there/a.npy")
     with pytest.raises(UserError, match=r"there/a\.npy: outside the manifest's folder"):
         describe_token_files([tmp_path / "there/a.npy"], tokenizer_json, tmp_path / "here/manifest.json")
+    with pytest.raises(UserError, match=r"there/no\.npy: no such file"):
+        describe_token_files([tmp_path / "there/no.npy"], tokenizer_json, tmp_path / "here/manifest.json")
     (tmp_path / "here/b.npy").symlink_to(tmp_path / "there/a.npy")
     monkeypatch.chdir(tmp_path / "here")
     manifest = describe_token_files([tmp_path / "here/b.npy"], tokenizer_json, Path("manifest.json"))

@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from spes_p2p.client import generate
 from spes_p2p.client.generate import Continuation, _Pieces, following
+from spes_p2p.client.model_card import FACTS_FILE
 from spes_p2p.errors import UserError
 
 
@@ -77,6 +78,11 @@ def test_prompts_and_continuations_are_written_to_a_file(checkpoint: Path, tmp_p
     assert json.loads(output.read_text()) == found
     ended = call("generate", str(checkpoint), "--prompt", "The house", "--prompt", "The", *options, "--json")
     assert (ended.code, json.loads(ended.stdout)) == (0, found)
+    exported = Path(shutil.copytree(checkpoint, tmp_path / "exported"))
+    (exported / FACTS_FILE).write_text('{"round": 12}')
+    ended = call("generate", str(exported), "--prompt", "The", "--max-new-tokens", "1", "--json")
+    found = json.loads(ended.stdout)
+    assert [found["round"], *(each["round"] for each in found["continuations"])] == [12, 12]
 
 
 class Typed(io.StringIO):

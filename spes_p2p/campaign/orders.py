@@ -293,6 +293,20 @@ def revoked(control: Control, view: CampaignView) -> str:
     return f"order {pending.number} ({'resumed' if pending.state == 'running' else pending.state})"
 
 
+def unreached(control: Control, view: CampaignView) -> str:
+    """Say that a new schedule or requirement begins after the campaign's end, as far as that is known; "" if not."""
+    before, requires = view.newest, control.requires
+    new = [each.round for each in control.changes if before is None or each not in before.changes]
+    if requires is not None and (before is None or requires != before.requires):
+        new.append(requires.from_round)
+    then = replace(view, newest=control)
+    for number in new:
+        for begins in {max(view.round + 1, number - 1), number}:
+            if _steps_before(begins, then) >= scheduled(view.config, control, begins).training.total_steps:
+                return f"the campaign ends before round {number}, as planned, and what holds from it on has no effect"
+    return ""
+
+
 def _banned(view: CampaignView) -> tuple[str, ...]:
     return () if view.newest is None else view.newest.banned
 

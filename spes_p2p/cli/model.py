@@ -115,6 +115,7 @@ def generate(
 ) -> None:
     """Continue text with a checkpoint, the base of a run-dir, or the newest base of a running swarm."""
     from spes_p2p.client.evaluate import check_checkpoint, check_device
+    from spes_p2p.client.model_card import exported_round
 
     if [model_dir is None, not addresses, run_dir is None].count(False) != 1:
         raise UserError("generate: give a checkpoint folder, --from with an address of the swarm, or --run-dir of a peer")
@@ -130,7 +131,7 @@ def generate(
     if model_dir is not None:
         check_checkpoint(model_dir)
     with tempfile.TemporaryDirectory(prefix="spes-generate-") as folder:
-        name, base_round = str(model_dir), None
+        name, base_round = str(model_dir), exported_round(model_dir) if model_dir is not None else None
         if model_dir is None:
             made = _download_base(addresses or [], Path(folder)) if run_dir is None else _stored_base(run_dir)
             name, base_round, model_dir = made.files.campaign.config.name, made.origin.round, Path(folder) / "checkpoint"

@@ -159,7 +159,8 @@ def control(
     when = "is decided" if order[0] in ("schedule", "require") else "takes effect"
     taken_back = f", instead of {given.revoked}, which had no effect yet" if given.revoked else ""
     words = f"ordered: {given.news or 'as before'}{taken_back}; {accepted}"
-    print(f"{words}; it {when} with the first round committed after round {given.round}")
+    late = f"; but {given.unreached}" if given.unreached else ""
+    print(f"{words}; it {when} with the first round committed after round {given.round}{late}")
 
 
 def audit(

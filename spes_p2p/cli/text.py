@@ -10,6 +10,7 @@ import typer
 from spes_p2p.cli import options
 from spes_p2p.cli.terminal import ProgressBar
 from spes_p2p.errors import UserError
+from spes_p2p.observe.units import counted
 
 
 def tokenize(
@@ -35,7 +36,7 @@ def tokenize(
             shard_tokens=shard_tokens or tokenizing.DEFAULT_SHARD_TOKENS, url=url,
             on_progress=lambda p: update(p.bytes_done, p.bytes_total),
         )
-    print(f"{manifest.tokens} tokens in {len(manifest.files)} files: {output / f'{prefix}{MANIFEST_NAME}'}")
+    print(f"{manifest.tokens} tokens in {counted(len(manifest.files), 'file')}: {output / f'{prefix}{MANIFEST_NAME}'}")
 
 
 def describe(
@@ -55,4 +56,4 @@ def describe(
         made = describe_token_files(
             files, tokenizer, manifest, eos_token=eos_token, dtype=dtype, url=url, on_progress=update  # type: ignore[arg-type]
         )
-    print(f"{made.tokens} tokens in {len(made.files)} files: {manifest}")
+    print(f"{made.tokens} tokens in {counted(len(made.files), 'file')}: {manifest}")

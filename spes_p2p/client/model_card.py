@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from spes_p2p import __version__
@@ -128,6 +129,15 @@ def model_card(origin: Origin, dtype: ExportDtype = "fp32") -> str:
             f"`{FACTS_FILE}` contains the facts of this page and the campaign's configuration.", "",
         ]
     )
+
+
+def exported_round(folder: Path) -> int | None:
+    """Return the round of the base that `export` wrote to this folder; None if it was written by something else."""
+    try:
+        found = json.loads((folder / FACTS_FILE).read_bytes())["round"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return found if isinstance(found, int) else None
 
 
 EVALUATION_COLUMNS = ("task", "version", "shots", "examples", "result ± standard error")

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from spes_p2p.campaign.orders import CampaignView, MakeControl, revoked
+from spes_p2p.campaign.orders import CampaignView, MakeControl, revoked, unreached
 from spes_p2p.client.connection import SwarmConnection, connect
 from spes_p2p.config.campaign import CampaignConfig
 from spes_p2p.consensus.commit_log import CommitLog
@@ -34,6 +34,8 @@ class GivenOrder:
     """What it changes, in words."""
     revoked: str
     """The earlier order that it takes back before that took effect, in words; "" for none."""
+    unreached: str
+    """What of it is never in effect, in words; "" for nothing."""
 
 
 async def give_order(addresses: Sequence[str], key: Path, make: MakeControl) -> GivenOrder:
@@ -51,7 +53,8 @@ async def give_order(addresses: Sequence[str], key: Path, make: MakeControl) -> 
     if not accepted:
         raise UserError(f"{addresses[0]}: no peer accepted the order; check spes-p2p status, then repeat it")
     news = describe_news(control, standing.newest, standing.round)
-    return GivenOrder(control, accepted, len(answers), max(standing.round, 0), news, revoked(control, standing))
+    taken_back, late = revoked(control, standing), unreached(control, standing)
+    return GivenOrder(control, accepted, len(answers), max(standing.round, 0), news, taken_back, late)
 
 
 def owner_key(path: Path) -> RSAIdentity:

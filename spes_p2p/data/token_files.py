@@ -70,6 +70,9 @@ def detect_dtype(path: Path, vocab_size: int) -> Dtype:
         return cast(Dtype, found)
     with path.open("rb") as file:
         head = file.read(SCAN_BYTES)
+    if path.stat().st_size % 2:
+        raise UserError(f"{path}: {path.stat().st_size} bytes are no whole number of ids; it is truncated, or not a token "
+                        "file: copy it again")
     candidates: tuple[Dtype, ...] = ("uint32", "uint16")
     for dtype in candidates:
         itemsize = np.dtype(dtype).itemsize

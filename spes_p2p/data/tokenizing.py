@@ -193,6 +193,8 @@ def _old_files(output_dir: Path, prefix: str, overwrite: bool) -> list[Path]:
 
 def _below(path: Path, folder: Path) -> str:
     """Return the path relative to the folder. Links are not resolved: files may be linked into the folder."""
+    if not path.exists():
+        raise UserError(f"{path}: no such file; correct the path")
     name = os.path.relpath(path, folder)
     if name.startswith(".."):
         raise UserError(f"{path}: outside the manifest's folder, and a manifest does not name paths of this machine; "

@@ -190,7 +190,8 @@ class RoundLog:
             case events.WorkDropped():
                 return f"{self._nth(event.round)}: discarded work on {human_count(event.tokens)} tokens ({event.reason})"
             case events.UpdatesClipped():
-                parts = [f"{count} parts of {peer[-6:]}'s update" for peer, count in event.parts]
+                me = self._board.status.peer_id
+                parts = [f"{count} parts of {'this peer' if peer == me else peer[-6:]}'s update" for peer, count in event.parts]
                 steps = [f"the step of {name} to {factor:.2g} of its size" for name, factor in event.groups]
                 return f"{self._nth(event.round)}: clipped {', '.join(parts + steps)}"
             case events.ResultsChecked() if event.wrong or event.unanswered:

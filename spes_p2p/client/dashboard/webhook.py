@@ -81,6 +81,8 @@ async def post_alerts(
                 problem = await _post(session, url, waiting[0])
                 if problem is None:
                     waiting.popleft()
+                    if failing:
+                        logger.warning("--webhook %s: takes alerts again", urlsplit(url).hostname)
                     failing = False
                     continue
                 if not failing:
