@@ -125,6 +125,15 @@ def test_who_names_the_text_is_asked_nothing(monkeypatch: pytest.MonkeyPatch, tm
     assert "invite it as an elector (docs/admission.md)" in strangers.stdout
 
 
+def test_a_text_that_the_shortest_schedule_repeats_often_is_worth_a_warning(tmp_path: Path) -> None:
+    short = tmp_path / "short.jsonl"
+    short.write_text("".join(Path(WORDNET).read_text().splitlines(True)[:20]))
+    warned = call("init", str(tmp_path / "a"), "--text", str(short), "--tokenizer", TOKENIZER, "--peers", "2")
+    assert "warning: --text: the schedule of 10 rounds passes over it " in warned.stderr
+    usual = call("init", str(tmp_path / "b"), "--text", WORDNET, "--tokenizer", TOKENIZER, "--peers", "2")
+    assert (usual.code, usual.stderr) == (0, "")
+
+
 def test_held_out_documents_that_are_trained_on_are_counted_and_refused_if_there_are_no_others(tmp_path: Path) -> None:
     trained, others = Path(WORDNET).read_text().splitlines(True)[:3], Path(HELD_OUT).read_text().splitlines(True)
     some, only = tmp_path / "some.jsonl", tmp_path / "only.jsonl"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import filecmp
 import itertools
+import logging
 import re
 import shutil
 from collections.abc import Callable, Iterator, Sequence
@@ -16,7 +17,7 @@ from spes_p2p.campaign.answers import ROUNDS_AT_LEAST, SIZES, Answers, TextSourc
 from spes_p2p.campaign.campaign_yaml import HELD_OUT, TOKENIZER_JSON, TOKENS_FOLDER, TRAIN, campaign_yaml, source_prefix
 from spes_p2p.campaign.files import CampaignFiles, read_campaign
 from spes_p2p.campaign.overlap import HeldOutText
-from spes_p2p.config.campaign import CampaignConfig, parse_campaign_config
+from spes_p2p.config.campaign import CampaignConfig, TrainingConfig, parse_campaign_config
 from spes_p2p.config.model import CONFIG_JSON
 from spes_p2p.data.documents import read_documents, reader_of
 from spes_p2p.data.manifest import check_url
@@ -31,7 +32,11 @@ if TYPE_CHECKING:
     from spes_p2p.campaign.lines import Pace
     from spes_p2p.campaign.start import Start
 
+logger = logging.getLogger(__name__)
+
 CAMPAIGN_YAML = "campaign.yaml"
+MANY_PASSES = 3.0
+"""Warn if the schedule has this many times the passes that were asked for."""
 CARD_BYTES = 24 * 2**30
 """Memory of the trainers' cards that is assumed for `--line`."""
 TOKENIZER_TEXT_CHARACTERS = 20_000_000
@@ -76,16 +81,26 @@ def make_campaign(answers: Answers, on_progress: Callable[[Progress], None] = la
             to_tokens(answers.held_out, tokenizer, folder / TOKENS_FOLDER, prefix=HELD_OUT)
         write_whole(folder / CAMPAIGN_YAML, campaign_yaml(answers, vocab_size, tokens).encode())
         made = read_campaign(folder / CAMPAIGN_YAML)
-        if answers.line is None:
-            return made
-        paced = replace(answers, pace=_pace(answers, made.campaign.config, tokens))
-        write_whole(folder / CAMPAIGN_YAML, campaign_yaml(paced, vocab_size, tokens).encode())
-        return read_campaign(folder / CAMPAIGN_YAML)
+        if answers.line is not None:
+            paced = replace(answers, pace=_pace(answers, made.campaign.config, tokens))
+            write_whole(folder / CAMPAIGN_YAML, campaign_yaml(paced, vocab_size, tokens).encode())
+            made = read_campaign(folder / CAMPAIGN_YAML)
+        _warn_of_passes(answers, made.campaign.config.training, tokens)
+        return made
     except (UserError, OSError) as error:
         _remove(folder, new)
         if isinstance(error, UserError):
             raise
         raise UserError(f"{folder}: cannot be written ({error.strerror}); choose another folder") from None
+
+
+def _warn_of_passes(answers: Answers, training: TrainingConfig, tokens: int) -> None:
+    """Warn of many more passes over the text than were asked for, as the least number of rounds makes of a short one."""
+    passes = training.total_steps * answers.peers * training.batch_size * training.sequence_length / tokens
+    if passes > MANY_PASSES * max(1.0, answers.epochs):
+        logger.warning("--text: the schedule of %d rounds passes over it %.3g times, --epochs asks for %.3g; add text, or "
+                       "lower batch_size or sync_steps, and total_steps with it, in %s",
+                       training.total_steps // training.sync_steps, passes, answers.epochs, answers.folder / CAMPAIGN_YAML)
 
 
 def _pace(answers: Answers, config: CampaignConfig, tokens: int) -> Pace:

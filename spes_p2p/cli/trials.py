@@ -74,7 +74,7 @@ def simulate(
         "overlap": overlap or None, "churn": churn, "attackers": attackers, "admission": admission,
         "attacks": attacks.split(",") if attacks is not None else None,
     }
-    progress = ProgressBar("simulating", unit="rounds")
+    progress = ProgressBar("simulating", unit="rounds of all runs")
     if virtual:
         found, text = simulate_virtual(scenario, given, range(seed, seed + seeds), jobs, event_log, progress)
     else:
