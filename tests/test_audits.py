@@ -19,7 +19,7 @@ from rich.console import Console
 from spes_p2p.campaign.orders import CampaignView, parse_order
 from spes_p2p.client.audit import PeerAudits, peer_audits, render_audits
 from spes_p2p.consensus import admission
-from spes_p2p.consensus.admission import PROBATION_AUDITS, PROBATION_ROUNDS, Service, add_service, is_past_probation
+from spes_p2p.consensus.admission import NO_SERVICE, PROBATION_AUDITS, PROBATION_ROUNDS, Service, add_service, is_past_probation
 from spes_p2p.consensus.control import describe, describe_news, signed
 from spes_p2p.errors import UserError
 from spes_p2p.messages.admission import Standing
@@ -30,6 +30,7 @@ from spes_p2p.messages.rounds import Announcement
 from spes_p2p.net.interfaces import World
 from spes_p2p.observe.events import PhaseAudited, PhaseTrained, UpdatesClipped, VerdictsTaken
 from spes_p2p.peer.auditing import Auditing
+from spes_p2p.peer.judging import Judge
 from spes_p2p.peer.kept_moments import KeptMoments
 from spes_p2p.rounds.audits import (
     LEAST_COSINE,
@@ -129,6 +130,14 @@ def test_newcomers_are_drawn_more_often_and_who_failed_always() -> None:
     assert is_drawn(found[0], "X", 1e-9, PROVEN, [suspect])
     assert not is_drawn(found[0], "X", 1e-9, PROVEN, [replace(suspect, verdicts=(Verdict("A", "X", 0, True),))])
     assert not is_drawn(found[0], "X", 1e-9, PROVEN, [replace(suspect, convicted=(3,))]), "that is punished already"
+
+
+def test_whose_work_on_shared_weights_is_left_out_as_harmful_is_drawn() -> None:
+    last, before = commits(2)
+    harmed = replace(last, heard=(), suspected=(4,))
+    assert audited_work(harmed, before).keys() == {"Y"}
+    assert is_drawn(harmed, "Y", 1e-9, PROVEN, [harmed])
+    assert not is_drawn(harmed, "X", 1e-9, PROVEN, [harmed])
 
 
 def test_a_verdict_counts_once_and_only_from_the_vouched_auditor_whose_turn_it_was() -> None:
@@ -493,6 +502,42 @@ def test_a_vouched_trainer_without_a_vote_audits() -> None:
         assert log.last.electorate == ("W",)
         await swarm.until(lambda: bool(audits(swarm, "Y")))
         assert {each.passed for each in audits(swarm, "Y")} == {True}
+
+    simulate(main)
+
+
+@pytest.mark.long
+def test_a_stranger_past_probation_that_reverses_the_common_step_is_audited_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(admission, "PROBATION_ROUNDS", 1)
+    monkeypatch.setattr("spes_p2p.rounds.audits.WAITING_SHARE", 1.0)
+    monkeypatch.setattr("spes_p2p.peer.auditing.auditors_share", lambda config: 0.5)
+
+    async def main() -> None:
+        swarm = audited_swarm("XY", vouched="AB", audited_share=1e-9)
+        lies = [False]
+
+        def lying_later(world: World) -> World:
+            lying = attacking(swarm, "flip")(world)
+
+            async def run_blocking(function: Callable[..., Any], *args: Any) -> Any:
+                return await (lying if lies[0] else world).run_blocking(function, *args)
+
+            return replace(world, run_blocking=run_blocking)
+
+        swarm.around["X"] = lying_later
+        monkeypatch.setattr(Judge, "harmful", lambda self, plan: ("router", "shared") if lies[0] else ())
+        swarm.start_all("ABXY")
+        log = swarm.nodes["W"].log
+        await swarm.until(
+            lambda: all(is_past_probation(log.services(log.round).get(peer, NO_SERVICE), needs_audit=True) for peer in "XY")
+        )
+        lies[0], number = True, log.round
+        await swarm.until(lambda: bool(convictions(swarm)))
+        found = [decided.commit for decided in log.since(number)]
+        assert {each.members[i] for each in found for i in each.suspected} == {"X", "Y"}
+        assert set().union(*convictions(swarm).values()) == {"X"}
+        assert {each.passed for each in audits(swarm, "Y")} == {True}
+        swarm.assert_same_commits()
 
     simulate(main)
 

@@ -158,6 +158,12 @@ def test_nobody_is_to_blame_for_what_all_train_or_only_vouched_members_trained()
     assert commit_of("vnvn", ())[0].dropped == ()
 
 
+def test_strangers_past_probation_are_suspected_of_harm_to_what_all_train() -> None:
+    commit = commit_of("vpnp", ("shared", "router"))[0]
+    assert (commit.suspected, commit.rejected) == ((1, 3), ())
+    assert commit_of("vpnp", ("expert.0",))[0].suspected == ()
+
+
 def test_a_round_in_which_everything_is_harmful_is_decided_and_moves_nothing() -> None:
     commit, _, parts = commit_of("vnv", tuple(GROUPS))
     assert set(commit.dropped) == parts

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from spes_p2p.messages.admission import Standing
 from spes_p2p.rounds import influence
 from spes_p2p.rounds.apply import NextBase, next_base_pieces
+from spes_p2p.rounds.claims import bounded_strangers
 from spes_p2p.rounds.influence import (
     DISTANCE_RATIO,
     NORM_RATIO,
@@ -191,25 +192,77 @@ def test_of_two_contributors_the_less_trusted_one_is_measured_by_the_other(
     assert norm(mean) < 1e-3 * norm(updates[left])
     assert found(-0.99 * NORM_RATIO, tokens=250) == ()
     np.testing.assert_allclose(mean, updates[left] * (4 - 0.99 * NORM_RATIO) / 5, rtol=1e-4)
-    for smaller in (1.9, 1, 0):
-        assert found(smaller) == ()
-        np.testing.assert_allclose(mean, updates[left] * (1 + min(1, smaller)) / (1 + 1 / max(1, smaller)), rtol=1e-3)
+    for fair in (2.9, 1.9, 1, 0):
+        assert found(fair) == ()
+        np.testing.assert_allclose(mean, updates[left] * (1 + min(1, fair)) / (1 + 1 / max(1, fair)), rtol=2e-3)
 
 
 @given(
     st.floats(-1e20, 1e20) | st.floats(-OUTLIER_RATIO, OUTLIER_RATIO), st.integers(1, 10**9), st.integers(0, 10**6),
-    st.sampled_from(["vouched", "proven"]),
+    st.sampled_from(["vouched", "proven"]), st.integers(1, 4), st.integers(1, 5),
 )
-def test_the_less_trusted_of_two_cancels_the_other_at_most(factor: float, tokens: int, seed: int, other: Standing) -> None:
-    trusted, noise = honest(2, seed)
+def test_the_less_trusted_cancel_the_others_at_most_however_many_they_are(
+    factor: float, tokens: int, seed: int, other: Standing, known: int, strangers: int
+) -> None:
+    *trusted, noise = honest(known + 1, seed)
+    step = np.mean(trusted, axis=0)
     strange, mean = (noise * np.float64(factor)).astype(np.float32), np.empty(SIZE, np.float32)
-    for update in (strange, trusted * np.float32(math.copysign(norm(strange) / norm(trusted), factor))):
+    for update in (strange, step * np.float32(math.copysign(norm(strange) / norm(step), factor))):
         clipped_mean(
-            [Contribution(1000, partial(np.copy, trusted), other), Contribution(tokens, partial(np.copy, update), "newcomer")],
+            [
+                *(Contribution(1000, partial(np.copy, each), other) for each in trusted),
+                *[Contribution(tokens, partial(np.copy, update), "newcomer")] * strangers,
+            ],
             mean, clips=True,
         )
-        assert float(mean @ trusted) >= -1e-4 * norm(trusted) ** 2
-        assert norm(mean) <= 2.001 * norm(trusted)
+        assert float(mean @ step) >= -1e-4 * norm(step) ** 2
+        assert norm(mean) <= 2.001 * norm(step)
+
+
+def test_a_stranger_that_outweighs_the_vouched_costs_no_other_stranger_its_weight() -> None:
+    update, mean = honest(1)[0], np.empty(SIZE, np.float32)
+    liar = update * np.float32(-2.9)
+    clipped_mean(
+        [
+            Contribution(1000, partial(np.copy, update), "vouched"), Contribution(500, partial(np.copy, update), "proven"),
+            Contribution(500, partial(np.copy, liar), "proven"),
+        ],
+        mean, clips=True,
+    )
+    np.testing.assert_allclose(mean, update * (1 + 0.5 - 0.5) / (1 + 0.5 + 0.5 / 2.9), rtol=2e-3)
+
+
+def with_strangers(known: int, strangers: int, steps: int, alike: float) -> tuple[float, tuple[int, ...]]:
+    """How far a mean goes in the direction that all have in common, in steps of a vouched trainer; who was clipped.
+
+    The strangers' phases have this many times the steps. `alike`: the cosine of two updates of the shortest phases.
+    """
+    rng = np.random.default_rng(0)
+    common, mean = rng.standard_normal(10 * SIZE) * math.sqrt(alike), np.empty(10 * SIZE, np.float32)
+    members = bounded_strangers([
+        *(Member(f"A{i}", 1000, (), 1.0) for i in range(known)),
+        *(Member(f"X{i}", 1000 * steps, (), 1.0, standing="proven") for i in range(strangers)),
+    ])
+    contributions = []
+    for each in members:
+        length = steps if each.standing == "proven" else 1
+        noise = rng.standard_normal(mean.size) * math.sqrt((1 - alike) * length)
+        update = (common * length + noise).astype(np.float32)
+        contributions.append(Contribution(each.tokens, partial(np.copy, update), each.standing))
+    clipped = clipped_mean(contributions, mean, clips=True)
+    return float(mean @ common) / norm(common) ** 2, clipped
+
+
+@pytest.mark.parametrize("alike", [0.25, 0.5, 0.95])
+@pytest.mark.parametrize(("known", "strangers"), [(1, 1), (2, 3), (8, 8), (8, 1)])
+def test_honest_strangers_lengthen_the_step_also_with_phases_four_times_as_long(
+    known: int, strangers: int, alike: float
+) -> None:
+    step, clipped = with_strangers(known, strangers, 1, alike)
+    assert (step, clipped) == (pytest.approx(1, abs=0.05), ())
+    twice, clipped = with_strangers(known, strangers, 2, alike)
+    assert (1.15 < twice < 1.5, clipped) == (True, ())
+    assert 1.35 < with_strangers(known, strangers, 4, alike)[0] < 1.9
 
 
 @pytest.mark.parametrize("standing", get_args(Standing))

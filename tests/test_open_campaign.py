@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, get_args
@@ -255,14 +256,19 @@ def test_a_round_has_room_for_as_many_newcomers_as_for_others() -> None:
     newcomers: dict[str, Standing] = {f"new-{i:03d}": "newcomer" for i in range(100)}
     working = [peer for peer in newcomers if peer < "new-030"]
     services = dict.fromkeys(working, Service(1)) | {"new-029": Service(3)} | dict.fromkeys(list(newcomers)[30:], Service(9))
-    first, second = (replace(RECENT[0], round=i, members=tuple(working), heard=tuple(range(30))) for i in range(2))
-    out = crowded_out(others | newcomers, services, first)
+    parent = replace(RECENT[0], members=tuple(working), heard=tuple(range(30)))
+
+    def drawn(standings: dict[str, Standing], seed: int) -> frozenset[str]:
+        return crowded_out(standings, services, parent, random.Random(seed))
+
+    out = drawn(others | newcomers, 0)
     stay = newcomers.keys() - out
     assert len(stay) == len(others)
     assert "new-029" in stay
     assert 20 <= len(stay.intersection(working)) < 30, "half of the room is for those who worked, half is drawn"
-    assert out != crowded_out(others | newcomers, services, second), "it is each newcomer's turn some time"
-    assert len(newcomers) - len(crowded_out(newcomers, services, first)) == LEAST_NEWCOMERS
+    assert out == drawn(dict(reversed((others | newcomers).items())), 0)
+    assert out != drawn(others | newcomers, 1), "nobody can tell the draw, and make identities that win it"
+    assert len(newcomers) - len(drawn(newcomers, 0)) == LEAST_NEWCOMERS
 
 
 # Probation --------------------------------------------------------------------------------------------------------------

@@ -187,7 +187,10 @@ class Commit:
     vouched: Annotated[tuple[MemberIndex, ...], MaxLen(MAX_MEMBERS)] = ()
     """Trainers for whom the owner vouches, among friends all, as indices into `members`."""
     drawn: Peers = ()
-    """Peers that the hash of the last commit draws for an audit of the phase whose work it took up. Sorted."""
+    """Peers that the last commit draws for an audit of the phase whose work it took up. Sorted."""
+    suspected: Annotated[tuple[MemberIndex, ...], MaxLen(MAX_MEMBERS)] = ()
+    """Members past probation for whom the owner does not vouch, that trained shared weights which are left out as harmful, as
+    indices into `members`."""
 
     @cached_property
     def id(self) -> str:

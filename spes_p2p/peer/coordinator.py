@@ -222,7 +222,7 @@ class Coordination:
         }
         services = node.log.services(self.parent.round)
         standings = standings_of(there, node.log.recent(self.parent.round), services, node.rules.config)
-        for peer in crowded_out(standings, services, self.parent):
+        for peer in crowded_out(standings, services, self.parent, node.world.rng):
             del there[peer]
         if not any(announcement.trains for announcement in there.values()):
             raise AttemptFailed("no trainer is left")

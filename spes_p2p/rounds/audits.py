@@ -74,12 +74,12 @@ def can_be_audited(config: CampaignConfig, recent: Sequence[Commit]) -> bool:
 def audited_work(commit: Commit, parent: Commit) -> dict[str, Workload]:
     """Return the work that can be audited after a commit, by peer: what `parent` assigned to those not vouched for.
 
-    `parent`: the commit before. The work must be in the new base.
+    `parent`: the commit before. The work must be in the new base, or left out of it as harmful.
     """
     if not commit.plan or not parent.plan or commit.parent != parent.id:
         return {}
     assigned = dict(zip(parent.members, parent.workloads, strict=False))
-    heard = (commit.members[i] for i in commit.heard)
+    heard = (commit.members[i] for i in (*commit.heard, *commit.suspected))
     return {peer: assigned[peer] for peer in heard if peer not in commit.trusted and peer in assigned and assigned[peer].steps}
 
 
@@ -89,11 +89,14 @@ def auditor_of(commit: Commit, peer: str) -> str | None:
 
 
 def is_drawn(commit: Commit, peer: str, share: float, service: Service, recent: Sequence[Commit]) -> bool:
-    """Return whether the commit draws this peer: by chance, and for sure if it failed an audit or the owner has ordered it.
+    """Return whether the commit draws this peer: by chance, and for sure where there is a reason.
+
+    It failed an audit, the owner has ordered it, or the commit leaves out its work on shared weights as harmful.
 
     `service`: by the log. `recent`: the last commits, newest first.
     """
-    if commit.control is not None and peer in commit.control.audited:
+    is_ordered = commit.control is not None and peer in commit.control.audited
+    if is_ordered or peer in (commit.members[i] for i in commit.suspected):
         return True
     wanted = share
     if not is_past_probation(service, needs_audit=True):

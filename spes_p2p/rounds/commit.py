@@ -16,7 +16,7 @@ from spes_p2p.messages.codec import WireError
 from spes_p2p.messages.consensus import Commit, Signed, Workload
 from spes_p2p.messages.refusals import Code
 from spes_p2p.messages.rounds import Manifest, Staged
-from spes_p2p.rounds.gate import harmful_groups, rejected_members
+from spes_p2p.rounds.gate import harmful_groups, rejected_members, suspected_members
 from spes_p2p.rounds.parts import Part, mask_bytes, to_mask
 from spes_p2p.rounds.planned import Plan, holders
 from spes_p2p.rounds.remembered import remembered
@@ -68,7 +68,7 @@ def make_commit(parent: Commit, plan: Plan, results: Results, staged: Mapping[in
     harmful = harmful_groups(plan, staged)
     held = [part for part in reduced if counts[part.index] >= needed]
     included = [part for part in held if part.group.name not in harmful]
-    kept = {part.index for part in included}
+    kept, harming = {part.index for part in included}, [part for part in held if part.group.name in harmful]
     if results.parts and not held:
         raise Refused(Code.FAILED, "too few members hold any part")
     if len(staged.keys() & known) < needed:
@@ -102,11 +102,12 @@ def make_commit(parent: Commit, plan: Plan, results: Results, staged: Mapping[in
         workloads=workloads_of(plan),
         excluded=plan.excluded,
         disputed=plan.disputed,
-        rejected=rejected_members(results, [part for part in held if part.index not in kept]),
+        rejected=rejected_members(results, harming),
         verdicts=plan.verdicts,
         convicted=plan.convicted,
         vouched=_vouched(plan),
         drawn=plan.drawn,
+        suspected=suspected_members(results, harming),
     )
 
 

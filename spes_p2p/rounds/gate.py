@@ -130,6 +130,15 @@ def rejected_members(results: Results, parts: Sequence[Part]) -> tuple[int, ...]
     return tuple(sorted({i for owners in trained.values() for i in owners_to_blame(results.plan, owners)}))
 
 
+def suspected_members(results: Results, parts: Sequence[Part]) -> tuple[int, ...]:
+    """Return the strangers past probation that trained the shared weights among these parts, which are left out as harmful.
+
+    Nobody can tell who of them did it, so they are audited. Newcomers are often audited anyway, and too light to do it.
+    """
+    trained = {i for part in parts if part.group.kind == "shared" for i in results.contributors(part)}
+    return tuple(i for i in sorted(trained) if results.plan.members[i].standing == "proven")
+
+
 def barred(recent: Sequence[Commit]) -> frozenset[str]:
     """Return the peers that get no work next, and whose pending work does not count. `recent`: the last commits."""
     strikes = Counter(commit.members[i] for commit in recent for i in commit.rejected)

@@ -2,16 +2,16 @@
 
 Two checks, on different machines, of different evidence:
 
-- A *reducer* has the updates of all contributors to a part. It leaves out each that is far beyond the median of three or
-  more, and clips the others to a multiple of the median (`clipped_mean`); of two, the less trusted one by the other, which it
-  cancels at most. With four or more it also clips around the mean: one step of CenteredClip (Karimireddy, He, Jaggi, ICML 2021,
-  arXiv 2012.10333; for peers without a server: Gorbunov et al. 2021, arXiv 2106.11257).
+- A *reducer* has the updates of all contributors to a part (`clipped_mean`). It leaves out each that is far beyond the median,
+  and clips the others to a multiple of the median. Those that are less trusted can cancel the mean of the others at most,
+  however many they are. With four or more it also clips around the mean: one step of CenteredClip (Karimireddy, He, Jaggi,
+  ICML 2021, arXiv 2012.10333; for peers without a server: Gorbunov et al. 2021, arXiv 2106.11257).
 - *Every member* has the results of all parts, so it can bound the step of each group of weights (`bound_steps`): by the group's
   own record, which is in the base, and an expert also by the other experts. This is what bounds the sole owner of an expert,
   a reducer, and one of two contributors that are trusted alike.
 
-Medians are of the contributors that are no strangers, where there are any: an attacker has as many identities as it wants. Of
-two strangers the one past probation counts.
+Medians are of the contributors that are no strangers, where there are any, else of those past probation: an attacker has as
+many identities as it wants. Two that are trusted alike are not clipped: nobody can tell which of them lies.
 
 Norms are compared per root of tokens: the update of t tokens grows between sqrt(t), if steps are noise, and t, if they agree.
 What clipping takes away is gone, as in gradient clipping: it does not return as pending work, and the round's report counts it.
@@ -86,32 +86,29 @@ class Contribution:
 def clipped_mean(contributions: Sequence[Contribution], mean: np.ndarray, clips: bool) -> tuple[int, ...]:
     """Write the token-weighted mean to `mean`; return the places of the contributions that were clipped.
 
-    Without clipped ones the result is the plain mean, bit for bit; but the less trusted of two weighs less where its update is
-    larger, and is named only where that is more than phases of WEIGHT_RATIO times the steps explain. The order of the
-    contributions matters to the bits.
+    Without clipped ones the result is the plain mean, bit for bit; but the less trusted weigh less where their updates would
+    outweigh the others', and are named only where they lose more than phases of WEIGHT_RATIO times the steps explain. The order
+    of the contributions matters to the bits.
     """
     tokens = [each.tokens for each in contributions]
     judges = _judges([each.standing for each in contributions])
-    updates, factors, weights = _Updates(contributions, mean.size), [1.0] * len(tokens), list[int]()
+    updates, factors, scratch = _Updates(contributions, mean.size), [1.0] * len(tokens), np.empty_like(mean)
+    weights = tokens
     if clips and (len(tokens) >= ENOUGH_TO_CLIP or len(judges) < len(tokens)):
         bound = int(WEIGHT_RATIO * statistics.median_low(tokens[i] for i in judges))
         tokens = [min(count, bound) for count in tokens]
         square_sums = [square_sum(updates[i]) for i in range(len(tokens))]
         factors = _factors(square_sums, tokens, judges, NORM_RATIO)
         tokens = [count if factor * OUTLIER_RATIO >= NORM_RATIO else 0 for count, factor in zip(tokens, factors, strict=True)]
-        judges = [i for i in judges if tokens[i]]
-        if len(tokens) < ENOUGH_TO_CLIP:
-            norms = [factor * math.sqrt(each) for factor, each in zip(factors, square_sums, strict=True)]
-            weights = _balanced(tokens, norms, judges[0])
-    weights = weights or tokens
-    total, scratch = sum(weights), np.empty_like(mean)
-    for i, (count, factor) in enumerate(zip(weights, factors, strict=True)):
-        np.multiply(updates[i], np.float32(factor * count / total), out=scratch if i else mean)
-        if i:
-            np.add(mean, scratch, out=mean)
+        judges, weights = [i for i in judges if tokens[i]], tokens
+        if len(judges) < len(tokens):
+            _write_mean(updates, [count * (i in judges) for i, count in enumerate(tokens)], factors, mean, scratch)
+            norms = [factor * math.sqrt(each) if factor else 0.0 for factor, each in zip(factors, square_sums, strict=True)]
+            weights = _outweighed(tokens, norms, judges, math.sqrt(square_sum(mean)))
+    _write_mean(updates, weights, factors, mean, scratch)
     centred = [1.0] * len(tokens)
     if clips and len(tokens) >= ENOUGH_TO_CENTRE:
-        centred = _centre(updates, tokens, judges, factors, mean, scratch)
+        centred = _centre(updates, tokens, weights, judges, factors, mean, scratch)
     return tuple(
         i for i, each in enumerate(contributions)
         if factors[i] < 1 or centred[i] < 1 or tokens[i] < each.tokens or WEIGHT_RATIO * weights[i] < tokens[i]
@@ -121,27 +118,44 @@ def clipped_mean(contributions: Sequence[Contribution], mean: np.ndarray, clips:
 def _judges(standings: Sequence[Standing]) -> list[int]:
     """Return the places of the contributors whose medians count."""
     known = [i for i, standing in enumerate(standings) if standing in ("vouched", "invited")]
-    if not known and len(standings) < ENOUGH_TO_CLIP:
-        known = [i for i, standing in enumerate(standings) if standing == "proven"]
+    known = known or [i for i, standing in enumerate(standings) if standing == "proven"]
     return known or list(range(len(standings)))
 
 
-def _balanced(tokens: Sequence[int], norms: Sequence[float], judge: int) -> list[int]:
-    """Return the weights of two contributors of which neither moves the mean farther than the judge does.
+def _outweighed(tokens: Sequence[int], norms: Sequence[float], judges: Sequence[int], norm_of_judges: float) -> list[int]:
+    """Return weights such that the others, all together, cancel the judges' mean of this norm at most.
 
-    A reversed update thus cancels the judge's at most. Cutting its norm instead would shorten the step of an honest one, too.
+    Weight times norm of each is at most its share of that, by tokens, so what one sends costs no other its weight. Cutting
+    norms instead would shorten the step where the others are honest.
     """
-    most = tokens[judge] * norms[judge]
-    return [int(most / norm) if count * norm > most else count for count, norm in zip(tokens, norms, strict=True)]
+    known = sum(tokens[i] for i in judges)
+    bound = norm_of_judges * (known / max(1, sum(tokens) - known))
+    return [
+        count if i in judges or norm <= bound else int(count * bound / norm)
+        for i, (count, norm) in enumerate(zip(tokens, norms, strict=True))
+    ]
+
+
+def _write_mean(
+    updates: _Updates, weights: Sequence[int], factors: Sequence[float], mean: np.ndarray, scratch: np.ndarray
+) -> None:
+    """Write the mean with these weights of the updates times these factors, in their order."""
+    total, out = sum(weights), mean
+    for i, (weight, factor) in enumerate(zip(weights, factors, strict=True)):
+        if weight:
+            np.multiply(updates[i], np.float32(factor * weight / total), out=out)
+            if out is scratch:
+                np.add(mean, scratch, out=mean)
+            out = scratch
 
 
 def _centre(
-    updates: _Updates, tokens: Sequence[int], judges: Sequence[int], factors: Sequence[float], mean: np.ndarray,
-    scratch: np.ndarray,
+    updates: _Updates, tokens: Sequence[int], weights: Sequence[int], judges: Sequence[int], factors: Sequence[float],
+    mean: np.ndarray, scratch: np.ndarray,
 ) -> list[float]:
     """Move the mean by one step of CenteredClip from itself; return the factors of the distances.
 
-    With v the mean, sum of w_i (u_i - v) is 0, so v + sum of w_i clip(u_i - v) takes only the terms that are clipped.
+    With v the mean by weights w, sum of w_i (u_i - v) is 0: v + sum of w_i clip(u_i - v) takes only the terms that are clipped.
     """
 
     def distance(i: int) -> np.ndarray:
@@ -151,11 +165,11 @@ def _centre(
 
     clip = _factors([square_sum(distance(i)) for i in range(len(tokens))], tokens, judges, DISTANCE_RATIO)
     if min(clip) < 1:
-        step, total = np.zeros_like(mean), sum(tokens)
+        step, total = np.zeros_like(mean), sum(weights)
         for i, factor in enumerate(clip):
             if factor < 1:
                 far = distance(i)
-                np.multiply(far, np.float32((factor - 1) * tokens[i] / total), out=far)
+                np.multiply(far, np.float32((factor - 1) * weights[i] / total), out=far)
                 np.add(step, far, out=step)
         np.add(mean, step, out=mean)
     return clip

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
+import random
 import statistics
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from hashlib import sha256
 from types import MappingProxyType
 
 from spes_p2p.config.campaign import CampaignConfig, TrainingConfig
@@ -213,15 +213,17 @@ def standings_of(
     }
 
 
-def crowded_out(standings: Mapping[str, Standing], services: Mapping[str, Service], parent: Commit) -> frozenset[str]:
+def crowded_out(
+    standings: Mapping[str, Standing], services: Mapping[str, Service], parent: Commit, rng: random.Random
+) -> frozenset[str]:
     """Return the newcomers for whom a round has no room: identities cost nothing, and the others exchange with each.
 
     Half of the room is for those whose work the last commit, `parent`, includes, with most rounds of service first. Among the
-    others its hash chooses, so that no attacker keeps all places with identities that have served once.
+    others `rng`, the coordinator's own, draws: whoever could tell the draw would make identities that win it.
     """
-    newcomers = [peer for peer, standing in standings.items() if standing == "newcomer"]
+    newcomers = sorted(peer for peer, standing in standings.items() if standing == "newcomer")
     room = max(LEAST_NEWCOMERS, len(standings) - len(newcomers))
-    newcomers.sort(key=lambda peer: sha256(f"{parent.id}/{peer}".encode()).digest())
+    rng.shuffle(newcomers)
     heard = {parent.members[i] for i in parent.heard}
     served = sorted([peer for peer in newcomers if peer in heard], key=lambda peer: -services.get(peer, NO_SERVICE).rounds)
     stay = served[: room // 2]

@@ -45,7 +45,6 @@ from spes_p2p.peer.life import Peer
 from spes_p2p.peer.reporter import BYTES_BY_KIND
 from spes_p2p.rounds.audits import convicted_in
 from spes_p2p.rounds.digest import state_digest
-from spes_p2p.rounds.parts import ENOUGH_TO_CLIP
 from spes_p2p.testing.attacks.kinds import ATTACKS, Attack
 from spes_p2p.testing.attacks.tamper import Liar
 from spes_p2p.testing.memory_network import MemoryNetwork
@@ -348,7 +347,8 @@ class _Run:
         state = self._work.state(event.round, replica.base.values, trainer.local, trainer.changes, trainer.tokens)
         contributors = {name: tokens for name, tokens, _ in event.contributions if tokens}
         error = self._work.committed(peer, state, event.base_digest, contributors)
-        may_weigh_less = self._scenario.admission == "open" and len(contributors) < ENOUGH_TO_CLIP
+        plan = replica.base.plan
+        may_weigh_less = plan is None or any(member.is_stranger and member.tokens for member in plan.members)
         if error is not None and self._clipped.get(peer) != event.round and not may_weigh_less:
             text = f"round {event.round} changed the base by something else than what was sent: {error:.2g}"
             self._audit.violated(now(), "work", text)
