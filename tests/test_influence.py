@@ -171,8 +171,8 @@ def test_strangers_alone_are_clipped_against_each_other() -> None:
 
 @pytest.mark.parametrize(("standing", "clipped"), [("proven", set()), ("vouched", {2})])
 def test_a_stranger_whose_weight_is_cut_sends_the_norm_of_what_it_trained(standing: Standing, clipped: set[int]) -> None:
-    members = [member(name, 1000, (0,) * LAYOUT.num_experts) for name in "ABX"]
-    members[2] = replace(members[2], standing=standing)
+    vouched = [member(name, 1000, (0,) * LAYOUT.num_experts) for name in "ABX"]
+    members = (*vouched[:2], replace(vouched[2], standing=standing))
     part = next(each for each in part_table(LAYOUT, members, codecs("none"), PART_BYTES) if each.group.expert is None)
     one, mean = np.ones(part.size, np.float32), np.empty(part.size, np.float32)
     updates = {i: (tokens, partial(np.copy, one * np.float32(norm)))
