@@ -32,6 +32,7 @@ from spes_p2p.rounds.influence import (
 )
 from spes_p2p.rounds.parts import Part, part_table
 from spes_p2p.rounds.planned import Member
+from spes_p2p.rounds.sums import make_mean
 from spes_p2p.testing.simulate.swarm import simulate
 
 SIZE = 300
@@ -168,6 +169,17 @@ def test_strangers_alone_are_clipped_against_each_other() -> None:
     assert clipped_mean([Contribution(10, partial(np.copy, each), "proven") for each in updates], mean, clips=True) == (5,)
 
 
+@pytest.mark.parametrize(("standing", "clipped"), [("proven", set()), ("vouched", {2})])
+def test_a_stranger_whose_weight_is_cut_sends_the_norm_of_what_it_trained(standing: Standing, clipped: set[int]) -> None:
+    vouched = [member(name, 1000, (0,) * LAYOUT.num_experts) for name in "ABX"]
+    members = (*vouched[:2], replace(vouched[2], standing=standing))
+    part = next(each for each in part_table(LAYOUT, members, codecs("none"), PART_BYTES) if each.group.expert is None)
+    one, mean = np.ones(part.size, np.float32), np.empty(part.size, np.float32)
+    updates = {i: (tokens, partial(np.copy, one * np.float32(norm)))
+               for i, (tokens, norm) in enumerate(((1000, 1), (1000, 1), (2000, 1.3 * NORM_RATIO)))}
+    assert make_mean(part, members, updates, mean, clips=True) == clipped
+
+
 @pytest.mark.parametrize(("strange", "left"), [(0, 1), (1, 0)])
 @pytest.mark.parametrize(("standing", "other"), [("newcomer", "vouched"), ("proven", "vouched"), ("newcomer", "proven")])
 def test_of_two_contributors_the_less_trusted_one_is_measured_by_the_other(
@@ -175,11 +187,12 @@ def test_of_two_contributors_the_less_trusted_one_is_measured_by_the_other(
 ) -> None:
     updates, mean = [honest(1)[0]] * 2, np.empty(SIZE, np.float32)
 
-    def found(factor: float, tokens: int = 1000) -> tuple[int, ...]:
+    def found(factor: float, tokens: int = 1000, trained: int = 0) -> tuple[int, ...]:
         """Those that were clipped, where the less trusted one sends this multiple of the other's update, in `mean`."""
         updates[strange] = updates[left] * np.float32(factor)
         contributions = [
-            Contribution(tokens if i == strange else 1000, partial(np.copy, each), standing if i == strange else other)
+            Contribution(tokens, partial(np.copy, each), standing, trained) if i == strange
+            else Contribution(1000, partial(np.copy, each), other)
             for i, each in enumerate(updates)
         ]
         return clipped_mean(contributions, mean, clips=True)
@@ -192,6 +205,10 @@ def test_of_two_contributors_the_less_trusted_one_is_measured_by_the_other(
     assert norm(mean) < 1e-3 * norm(updates[left])
     assert found(-0.99 * NORM_RATIO, tokens=250) == ()
     np.testing.assert_allclose(mean, updates[left] * (4 - 0.99 * NORM_RATIO) / 5, rtol=1e-4)
+    assert found(-0.9 * OUTLIER_RATIO, trained=10**9) == (strange,)
+    assert norm(mean) < 1e-2 * norm(updates[left]), "whatever it says"
+    assert found(1.3 * NORM_RATIO) == (strange,)
+    assert found(1.3 * NORM_RATIO, trained=2000) == (), "twice as many steps as weight"
     for fair in (2.9, 1.9, 1, 0):
         assert found(fair) == ()
         np.testing.assert_allclose(mean, updates[left] * (1 + min(1, fair)) / (1 + 1 / max(1, fair)), rtol=2e-3)

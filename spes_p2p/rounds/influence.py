@@ -81,6 +81,8 @@ class Contribution:
     """Returns the update: float32, finite."""
     standing: Standing = "vouched"
     """Its sender's."""
+    trained: int = 0
+    """Tokens that a stranger says it trained, where its weight is cut; 0: its weight. They explain the norm of its update."""
 
 
 def clipped_mean(contributions: Sequence[Contribution], mean: np.ndarray, clips: bool) -> tuple[int, ...]:
@@ -97,8 +99,9 @@ def clipped_mean(contributions: Sequence[Contribution], mean: np.ndarray, clips:
     if clips and (len(tokens) >= ENOUGH_TO_CLIP or len(judges) < len(tokens)):
         bound = int(WEIGHT_RATIO * statistics.median_low(tokens[i] for i in judges))
         tokens = [min(count, bound) for count in tokens]
+        trained = [min(max(each.trained, each.tokens), bound) for each in contributions]
         square_sums = [square_sum(updates[i]) for i in range(len(tokens))]
-        factors = _factors(square_sums, tokens, judges, NORM_RATIO)
+        factors = _factors(square_sums, trained, judges, NORM_RATIO)
         tokens = [count if factor * OUTLIER_RATIO >= NORM_RATIO else 0 for count, factor in zip(tokens, factors, strict=True)]
         judges, weights = [i for i in judges if tokens[i]], tokens
         if len(judges) < len(tokens):

@@ -62,7 +62,10 @@ def make_mean(
     """
     order = sorted(updates)
     found = [
-        Contribution(weight_of(part, members, i, updates[i][0], clips), updates[i][1], members[i].standing) for i in order
+        Contribution(
+            weight_of(part, members, i, tokens, clips), decode, members[i].standing, tokens if members[i].is_stranger else 0
+        )
+        for i, (tokens, decode) in sorted(updates.items())
     ]
     return {order[place] for place in clipped_mean(found, mean, clips and not part.summing)}
 
