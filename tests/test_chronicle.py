@@ -212,7 +212,7 @@ def test_a_peer_answers_at_most_a_message_of_records(tmp_path: Path) -> None:
 
         history.add([replace(first, round=number) for number in range(10, 10 + 2 * RECORDS_PER_MESSAGE)])
         assert await asked(9) == list(range(10, 10 + RECORDS_PER_MESSAGE))
-        history.add([replace(first, round=number, contributions=many) for number in range(1000, 1001 + 2 * fitting)])
+        history.add([replace(first, round=number, contributions=many, names=()) for number in range(1000, 1001 + 2 * fitting)])
         assert await asked(999) == list(range(1000, 1000 + fitting))
         heard = [page.records[-1].round async for page in pages(node.endpoint, "A", 999, 10**6)]
         called = tuple(Named(f"peer-{i:050}", "東" * LONGEST_NAME, "京" * LONGEST_NAME) for i in range(MAX_NAMES))
