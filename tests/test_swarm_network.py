@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import queue
 import shutil
 import subprocess
 import sys
@@ -215,10 +216,11 @@ def test_anybody_exports_the_newest_base_with_its_card(endless: LocalPeers, tmp_
 
 
 class Typing:
-    """Two lines that somebody pipes in, the second once there are newer bases than the first found."""
+    """Two lines that somebody pipes in, the second once a newer base than the first line's is loaded."""
 
-    def __init__(self, swarm: LocalPeers):
-        self._swarm, self._lines = swarm, 0
+    def __init__(self) -> None:
+        self._lines = 0
+        self.loaded: queue.SimpleQueue[Path] = queue.SimpleQueue()
 
     def isatty(self) -> bool:
         return False
@@ -226,8 +228,9 @@ class Typing:
     def readline(self) -> str:
         self._lines += 1
         if self._lines == 2:
-            self._swarm.wait_for_round(self._swarm.newest_round() + 3, 60)
-            time.sleep(10)  # to download and load one of them
+            while not self.loaded.get(timeout=60).name.startswith("round-"):
+                pass  # the base of the first line
+            time.sleep(1)  # to be offered
         return "the\n" if self._lines <= 2 else ""
 
 
@@ -245,7 +248,15 @@ def test_anybody_talks_to_the_newest_base_and_to_those_that_follow(
     assert f"base of round {first['round']}" in asked.stderr
 
     monkeypatch.setattr(generate, "LOOK_EVERY_S", 0.5)
-    monkeypatch.setattr(sys, "stdin", Typing(endless))
+    typing = Typing()
+
+    class Watched(generate.Continuation):
+        def __init__(self, model_dir: Path, device: str):
+            super().__init__(model_dir, device)
+            typing.loaded.put(model_dir)
+
+    monkeypatch.setattr(generate, "Continuation", Watched)
+    monkeypatch.setattr(sys, "stdin", typing)
     followed = call("generate", "--from", address, "--follow", *options)
     assert followed.code == 0, followed.stderr
     before, after = (each["round"] for each in json.loads(followed.stdout)["continuations"])
