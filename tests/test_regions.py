@@ -190,14 +190,18 @@ def test_a_newcomer_to_whom_nobody_has_sent_is_so_too_but_visits_each_region_in_
     assert places(near, 2 * VISIT_EVERY) == ["0 1 2 3 (8)", "4 5 6 7"]
 
 
-def test_a_helper_which_sends_nothing_is_in_the_only_region_of_which_most_call_it_near() -> None:
-    near = {i: {*each, *({8} if i in (0, 1, 2, 4) else {9})} for i, each in TWO.items()} | {8: set(), 9: set()}
+def test_a_helper_which_sends_nothing_is_in_the_region_in_which_by_far_most_call_it_near() -> None:
+    def near_with(helpers: Mapping[int, set[int]]) -> dict[int, set[int]]:
+        """`helpers`: who calls each of them near."""
+        by = {i: {*each, *(helper for helper in helpers if i in helpers[helper])} for i, each in TWO.items()}
+        return by | {helper: set[int]() for helper in helpers}
+
     for round_number in (1, VISIT_EVERY):
-        assert places(near, round_number, helpers=(8, 9)) == ["0 1 2 3 8", "4 5 6 7 9"]
-    both = {i: {*each, 8} for i, each in TWO.items()} | {8: set()}
-    assert [places(both, round_number, helpers=[8]) for round_number in (1, 2)] == [
-        ["0 1 2 3 (8)", "4 5 6 7"], ["0 1 2 3", "4 5 6 7 (8)"],
-    ][::-1]
+        assert places(near_with({8: {0, 1, 3, 4}, 9: {5}}), round_number, helpers=(8, 9)) == ["0 1 2 3 8", "4 5 6 7 9"]
+    for torn in (near_with({8: set()}), near_with({8: {0, 1, 4}}), near_with({8: {0}}) | {8: {4}}):
+        assert [places(torn, number, helpers=[8]) for number in (1, 2)] == [
+            ["0 1 2 3", "4 5 6 7 (8)"], ["0 1 2 3 (8)", "4 5 6 7"],
+        ]
 
 
 def test_others_are_guests_of_each_region_in_turn() -> None:
