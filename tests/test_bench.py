@@ -135,6 +135,18 @@ def test_forms_of_a_step_are_compared_on_a_cpu(
     assert found["masked_flex"]["failed"].startswith("OlmoeForCausalLM does not support")
 
 
+@pytest.mark.long
+def test_joiners_that_come_at_once_are_timed_beside_the_rounds_that_go_on(tmp_path: Path) -> None:
+    command = [sys.executable, str(ROOT / "tools/bench"), "storm", "--json", str(tmp_path / "storm.json"), "--trainers", "3"]
+    small = ("--joiners", "4", "--megabytes", "0.4", "--phase", "5")
+    subprocess.run([*command, *small], check=True, stdout=subprocess.DEVNULL)
+    found = json.loads((tmp_path / "storm.json").read_text())
+    assert 0 < found["base_s_median"] <= found["base_s_last"] < 20
+    assert 5 < found["round_s_before"] <= found["round_s_longest_meanwhile"] < 1.2 * found["round_s_before"]
+    assert found["rounds_meanwhile"] >= 2
+    assert found["attempts_lost_by_members"] == 0
+
+
 @pytest.mark.slow
 def test_all_that_cuda_is_asked_runs_without_it_on_small_models(tmp_path: Path) -> None:
     command = [sys.executable, str(ROOT / "tools" / "bench"), "cuda", "--device", "cpu", "--small", "--rounds", "5",

@@ -20,6 +20,7 @@ from spes_p2p.net import nearness
 from spes_p2p.net.nearness import KEPT_ROUNDS, KEPT_TRANSFERS, Nearness
 from spes_p2p.rounds import parts as parts_module
 from spes_p2p.rounds.cells import make_cells
+from spes_p2p.rounds.checks import ACROSS, IN_REGION, drawn, weight_of_checks
 from spes_p2p.rounds.parts import part_table, pulls, to_mask, traffic
 from spes_p2p.rounds.planned import Member, Place
 from spes_p2p.rounds.regions import SMALLEST_REGION, VISIT_EVERY, regions_of
@@ -127,6 +128,18 @@ def test_a_thin_hub_reduces_less() -> None:
     assert 5 * reduced[0] < reduced[1]
 
 
+def test_reducers_in_other_regions_are_checked_an_eighth_as_often_and_those_of_the_own_one_twice_as_often() -> None:
+    members = members_of(2, 2)
+    plan, rng = make_plan_of(members), Random(0)
+    weights = [[weight_of_checks(plan, one.peer, other.peer) for other in members] for one in members]
+    assert weights == [[IN_REGION, ACROSS] * 2, [ACROSS, IN_REGION] * 2] * 2
+    flat = make_plan_of(tuple(replace(m, place=Place(1)) for m in members))
+    assert weight_of_checks(flat, NAMES[0], NAMES[1]) == 1.0
+    means = part_table(WIDE, members, codecs("int4"), PART_BYTES)[:10]
+    count = {more: sum(len(drawn(means, 32, more, rng)) for _ in range(4000)) / 1000 for more in (1.0, IN_REGION, ACROSS)}
+    assert count == pytest.approx({1.0: 1.0, IN_REGION: 2.0, ACROSS: 0.125}, rel=0.2)
+
+
 def announcement(near: set[int], bandwidth: float = 1.0, trains: bool = True) -> Announcement:
     mask = to_mask(near, 2 * SIZE)
     return Announcement("c", 10, 9, 0, 0.0, "", "", 0, (), 0, 0.0, bandwidth, 0.0, None, (), trains, near=mask)
@@ -175,6 +188,20 @@ def test_a_newcomer_to_whom_nobody_has_sent_is_so_too_but_visits_each_region_in_
     assert [places(near, round_number) for round_number in (1, 2, VISIT_EVERY - 1)] == [["0 1 2 3 8", "4 5 6 7"]] * 3
     assert places(near, VISIT_EVERY) == ["0 1 2 3", "4 5 6 7 (8)"]
     assert places(near, 2 * VISIT_EVERY) == ["0 1 2 3 (8)", "4 5 6 7"]
+
+
+def test_a_helper_which_sends_nothing_is_in_the_region_in_which_by_far_most_call_it_near() -> None:
+    def near_with(helpers: Mapping[int, set[int]]) -> dict[int, set[int]]:
+        """`helpers`: who calls each of them near."""
+        by = {i: {*each, *(helper for helper in helpers if i in helpers[helper])} for i, each in TWO.items()}
+        return by | {helper: set[int]() for helper in helpers}
+
+    for round_number in (1, VISIT_EVERY):
+        assert places(near_with({8: {0, 1, 3, 4}, 9: {5}}), round_number, helpers=(8, 9)) == ["0 1 2 3 8", "4 5 6 7 9"]
+    for torn in (near_with({8: set()}), near_with({8: {0, 1, 4}}), near_with({8: {0}}) | {8: {4}}):
+        assert [places(torn, number, helpers=[8]) for number in (1, 2)] == [
+            ["0 1 2 3", "4 5 6 7 (8)"], ["0 1 2 3 (8)", "4 5 6 7"],
+        ]
 
 
 def test_others_are_guests_of_each_region_in_turn() -> None:

@@ -46,6 +46,9 @@ PROGRAM = Path(__file__).with_name("link_member.py")
 CASES = ("overlap", "even", "uneven", "regions", "predicted")
 SITE = 8
 PEERS, PREDICTED_PHASE_S = 24, 20.0
+PAYLOAD = 1448 / 1514
+"""Share of a line that TCP leaves to what it carries: of an Ethernet frame, without headers and time stamps. The simulator's
+network has none."""
 UNEVEN_SHARE, UNEVEN_LATENCY_S = 0.2, 0.05
 
 
@@ -180,7 +183,7 @@ async def simulated(spec: Report, lines: Mapping[str, float], rounds: int) -> di
     """Return what `run` does, of the same swarm in the simulator."""
     network, heard = MemoryNetwork(), {name: list[Report]() for name in lines}
     for name, mbit in {"bootstrap": max(lines.values()), **lines}.items():
-        network.set_bandwidth(name, 1e6 / 8 * mbit, 1e6 / 8 * mbit)
+        network.set_bandwidth(name, *(PAYLOAD * 1e6 / 8 * mbit,) * 2)
     clock = asyncio.get_running_loop().time
 
     def observer(name: str, recorder: Recorder) -> Any:

@@ -29,7 +29,7 @@ from spes_p2p.peer.kept_results import MAX_CONCURRENT_UPLOADS
 from spes_p2p.peer.node import Node
 from spes_p2p.peer.proofs import Proofs
 from spes_p2p.rounds.audits import AUDITED_PARTS, are_audited, auditor_of, auditors
-from spes_p2p.rounds.checks import checkers, drawn, expected_checks, means_by_reducer
+from spes_p2p.rounds.checks import IN_REGION, checkers, drawn, expected_checks, means_by_reducer, weight_of_checks
 from spes_p2p.rounds.parts import Part
 from spes_p2p.rounds.results import Results
 from spes_p2p.rounds.sums import read_inputs
@@ -59,7 +59,11 @@ class Checking:
         """Check, in the background, the reducers of a round that was just applied which are this peer's to check."""
         means = means_by_reducer(commit, results)
         mine = [peer for peer, by in checkers(commit, self._rule).items() if by == self._node.peer_id and peer in means]
-        chosen = [part for peer in mine for part in drawn(means[peer], len(means), self._node.world.rng)]
+        weights = [weight_of_checks(results.plan, self._node.peer_id, peer) for peer in mine]
+        chosen = [
+            part for peer, more in zip(mine, weights, strict=True)
+            for part in drawn(means[peer], len(means), more, self._node.world.rng)
+        ]
         if chosen:
             self._node.spawn(self._check(commit, results, chosen))
 
@@ -139,7 +143,7 @@ class Checking:
         if inputs is None:
             raise Refused(Code.NOT_HERE, "this peer has no inputs of that part")
         asked = self._asked.get(request.plan, set()) | {request.part}
-        most = 1 + math.ceil(expected_checks(self._exchanges.count_of_inputs(request.plan), 1))
+        most = 1 + math.ceil(expected_checks(self._exchanges.count_of_inputs(request.plan), 1, IN_REGION))
         if len(asked) > most + AUDITED_PARTS * len(auditors(commit)):
             raise Refused(Code.NOT_ALLOWED, "that is more than a check needs")
         self._asked = {plan: parts for plan, parts in self._asked.items() if self._exchanges.count_of_inputs(plan)}

@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 
 CONTACT_EVERY_S = 5.0
 """Refresh this peer's contact in the DHT this often."""
-CONTACTS_READ_PER_S = 8.0
+CONTACTS_READ_PER_S = 1.0
 """Bounds how often the contacts of all peers are read: with N peers, every N divided by this many seconds."""
 CONTACT_TTL_S = 20.0
 """A contact that is not refreshed for this long expires."""

@@ -10,6 +10,7 @@ from itertools import cycle, islice
 from spes_p2p.messages.consensus import Commit
 from spes_p2p.messages.rounds import Announcement
 from spes_p2p.rounds.parts import Part
+from spes_p2p.rounds.planned import Plan
 from spes_p2p.rounds.remembered import remembered
 from spes_p2p.rounds.results import Results
 
@@ -18,6 +19,11 @@ CHECKED_SHARE = 1 / 64
 N - 1 results: in a round of N > 2 members at most this share of its bytes, but in small models."""
 CHECKED_REDUCERS = 8
 """In small models, results of this many reducers are checked in a round, one of each, whatever the share."""
+
+
+IN_REGION, ACROSS = 2.0, 1 / 8
+"""Where there are regions, how many times as many are checked of a reducer in the checker's, and in another one: updates for
+checks would be a quarter of what crosses the line between. So a region of liars is checked less, but checked."""
 
 
 @remembered(4)
@@ -65,17 +71,28 @@ def means_by_reducer(commit: Commit, results: Results) -> dict[str, list[Part]]:
     return found
 
 
-def expected_checks(means: int, reducers: int) -> float:
-    """Return how many of a reducer's means are checked in a round, on average. `reducers`: those that made means."""
-    return min(means, max(CHECKED_SHARE * means, min(1.0, CHECKED_REDUCERS / reducers)))
+def expected_checks(means: int, reducers: int, more: float = 1.0) -> float:
+    """Return how many of a reducer's means are checked in a round, on average. `reducers`: those that made means.
+
+    `more`: how many times as many as usual.
+    """
+    return min(means, more * max(CHECKED_SHARE * means, min(1.0, CHECKED_REDUCERS / reducers)))
 
 
-def drawn(means: Sequence[Part], reducers: int, rng: random.Random) -> list[Part]:
-    """Return the means of one reducer to check.
+def drawn(means: Sequence[Part], reducers: int, more: float, rng: random.Random) -> list[Part]:
+    """Return the means of one reducer to check; see `expected_checks`.
 
     The checker draws them itself: a reducer that publishes last could try manifests until a draw from the commit's hash spared
     its wrong results.
     """
-    expected = expected_checks(len(means), reducers)
+    expected = expected_checks(len(means), reducers, more)
     count = int(expected) + (rng.random() < expected % 1)
     return rng.sample(means, count)
+
+
+def weight_of_checks(plan: Plan, checker: str, reducer: str) -> float:
+    """Return how many times as many means of this reducer this checker makes again as usual: by the regions of the two."""
+    regions = {member.peer: member.place.region for member in plan.members}
+    if len(set(regions.values())) == 1:
+        return 1.0
+    return IN_REGION if regions[checker] == regions[reducer] else ACROSS

@@ -25,11 +25,12 @@ def regions_of(announcements: Mapping[str, Announcement], last_members: Sequence
     """Return each announcing peer's place. `last_members`: of the commit that the announcements name.
 
     A region begins with SMALLEST_REGION trainers that are connected by pairs which call each other near. Two of these are one
-    if one calls most members of the other near: then its own lines are slow, not the line between. Nobody sends to a newcomer,
-    or to one that reduces little or nothing, so others cannot call these near: each joins the only region of whose reducers it
-    calls most near. The others are guests of each region in turn, round by round, and so measure the lines to all. One that has
-    met a single region may call its members near only because they are less far than others, so who joined one by its own word
-    is sometimes a guest, too, unless it reduces nothing anyway.
+    if one calls most members of the other near: then its own lines are slow, not the line between. A helper sends nothing, so
+    it calls nobody near, and joins the region in which by far most call it near. Nobody sends to a newcomer, or to one that
+    reduces little or nothing, so others cannot call these near: each joins the only region of whose reducers it calls most
+    near. The others are guests of each region in turn, round by round, and so measure the lines to all. One that has met a
+    single region may call its members near only because they are less far than others, so who joined one by its own word is
+    sometimes a guest, too, unless it reduces nothing anyway.
     """
     peers = sorted(announcements)
     at = {peer: place for place, peer in enumerate(peers)}
@@ -47,12 +48,19 @@ def regions_of(announcements: Mapping[str, Announcement], last_members: Sequence
         return dict.fromkeys(peers, Place())
     places = {}
     for peer, place in at.items():
-        own = [k for k, region in enumerate(regions) if place in region]
+        own = [k for k, region in enumerate(regions) if place in region] or _caller_of(calls, place, regions)
         if not own and (round_number % VISIT_EVERY or not is_able[place]):
             own = [k for k, region in enumerate(regions) if _calls_most(calls[place], is_able, region)]
         turn = round_number if round_number % VISIT_EVERY else round_number // VISIT_EVERY
         places[peer] = Place(own[0]) if len(own) == 1 else Place((place + turn) % len(regions), is_guest=True)
     return places
+
+
+def _caller_of(calls: np.ndarray, place: int, regions: list[list[int]]) -> list[int]:
+    """Return the region that calls this peer near twice as much as any other, if it calls nobody near itself; else none."""
+    shares = [calls[region, place].mean() for region in regions]
+    second, best = np.argsort(shares, kind="stable")[-2:]
+    return [int(best)] if not calls[place].any() and shares[best] > 2 * shares[second] else []
 
 
 def _calls_most(calls: np.ndarray, is_able: np.ndarray, region: list[int]) -> bool:
