@@ -204,7 +204,10 @@ def test_a_simulation_that_is_ended_leaves_no_process_behind_and_says_nothing(nu
     wait_until(lambda: len(workers()) == 2, START_TIMEOUT_S, "both workers start")
     started = workers()
     process.send_signal(number)
-    told = process.communicate()
+    try:
+        told = process.communicate(timeout=START_TIMEOUT_S)
+    finally:
+        process.kill()
     assert not psutil.wait_procs(started, timeout=CHILDREN_END_WITHIN_S)[1]
     if number == signal.SIGTERM:
         assert (process.returncode, *told) == (128 + number, b"", b"")
