@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import re
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
@@ -216,7 +217,7 @@ def test_a_notice_that_the_url_refuses_is_posted_again_and_logged_once(caplog: p
 
 @pytest.mark.parametrize("url", ["", "ftp://a/b", "https://", "http:/a", "https://a b/c", "file:///etc/x", "http://a:x", "a.b"])
 def test_a_webhook_that_is_no_url_is_refused(url: str) -> None:
-    with pytest.raises(UserError, match="--webhook: must be an http:// or https:// URL"):
+    with pytest.raises(UserError, match=f"^--webhook {re.escape(repr(url))}: must be an http:// or https:// URL"):
         check_webhook(url)
 
 
@@ -259,6 +260,14 @@ def test_a_line_that_rounds_wait_for_is_named_and_one_that_costs_little_is_not()
 
     assert measured(125e3, 8.0) == [("slow_line", "warning")]
     assert measured(125e3, 1.0) == measured(5e6, 8.0) == measured(0.0, 8.0) == []
+
+
+def test_a_trainer_that_audited_in_place_of_training_has_no_slow_line_for_that() -> None:
+    first, *others = synthetic_swarm(4, 8, 10).statuses
+    rest = [replace(each, upload=12.5e6, round_seconds={"train": 10.0, "exchange": 2.0}) for each in others]
+    auditor = replace(first, upload=125e3, round_seconds={"train": 5.0, "exchange": 2.0})
+    assert slow_lines([auditor, *rest]) == ()
+    assert slow_lines([replace(auditor, round_seconds={"train": 5.0, "exchange": 3.0}), *rest]) == (first.peer_id,)
 
 
 def test_a_line_near_the_bound_does_not_flap() -> None:

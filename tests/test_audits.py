@@ -338,7 +338,8 @@ def seen(recent: Sequence[Commit], *statuses: PeerStatus) -> PeerAudits:
 
 
 def audits_of(peer: str, recent: Sequence[Commit], *statuses: PeerStatus) -> PeerAudits:
-    log = SimpleNamespace(round=recent[0].round, last=recent[0], recent=lambda number: recent)
+    services = {"X": Service(12, 2)} if peer == "X" else {}
+    log = SimpleNamespace(round=recent[0].round, last=recent[0], recent=lambda number: recent, services=lambda number: services)
     return peer_audits(statuses, log, peer)  # type: ignore[arg-type]
 
 
@@ -363,7 +364,7 @@ def test_the_audits_of_a_peer_are_one_table() -> None:
 
 
 def test_a_peer_that_nobody_audited_costs_one_line_that_says_what_to_do() -> None:
-    with pytest.raises(UserError, match=r"no vouched trainer .* control ADDRESS --key KEY audit X"):
+    with pytest.raises(UserError, match=r"no vouched trainer .* lately, and it passed 2 audits before; .* --key KEY audit X"):
         seen(commits(2), status("A", failed(1, "Y")))
     with pytest.raises(UserError, match="B: the owner vouches for this peer"):
         audits_of("B", commits(2), status("A", failed(1, "Y")))

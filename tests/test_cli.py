@@ -25,6 +25,7 @@ from spes_p2p.messages.methods import PROTOCOL_VERSION
 from spes_p2p.net.identity import RSAIdentity
 
 NOBODY = "/ip4/127.0.0.1/tcp/9/p2p/QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
+SOMEBODY = NOBODY.rpartition("/")[2]
 TOKENS = "train_000_000000.npy"
 
 
@@ -352,7 +353,11 @@ BAD_COMMANDS: dict[str, tuple[Callable[[Place], list[str]], tuple[str, ...]]] = 
     "service not there": (lambda p: ["service", "remove", "--name", "spes-p2p-not-there"], ("no such unit", "--name")),
     "control no round": (lambda p: control(p, "rollback"), ("give the round to return to: rollback 40",)),
     "control round in words": (lambda p: control(p, "rollback", "ten"), ("give the round to return to",)),
-    "control schedule of nothing": (lambda p: control(p, "schedule", "9"), ("give a round and the settings",)),
+    "control schedule of nothing": (lambda p: control(p, "schedule"), ("give a round and the settings",)),
+    "control of no trainer": (
+        lambda p: control(replace(p, address=str(p.folder))), ("no trainer has used this folder; give the run-dir",)),
+    "audit of no trainer": (
+        lambda p: ["audit", str(p.folder), SOMEBODY], ("no trainer has used this folder; give the run-dir",)),
     "control schedule value": (lambda p: control(p, "schedule", "9", "learning_rate=low"), ("is not NAME=NUMBER",)),
     "control schedule word": (lambda p: control(p, "schedule", "9", "learning_rate"), ("is not NAME=NUMBER",)),
     "tokenize nothing there": (lambda p: tokenize(p, "no.txt", None), ("no.txt: no such file",)),
@@ -365,7 +370,7 @@ BAD_COMMANDS: dict[str, tuple[Callable[[Place], list[str]], tuple[str, ...]]] = 
     "describe wrong dtype": (lambda p: describe(p, TOO_LARGE[:4], "--dtype", "int8"), ("--dtype int8",)),
     "describe other dtype": (lambda p: describe(p, TOO_LARGE[:2] * 6, "--dtype", "uint32"), ("tokens.npy",)),
     "describe cut short": (lambda p: describe(p, TOO_LARGE[:3]), ("tokens.npy",)),
-    "dashboard to no URL": (lambda p: ["dashboard", NOBODY, "--webhook", "a.b"], ("--webhook: must be an http:// or https://",)),
+    "dashboard to no URL": (lambda p: ["dashboard", NOBODY, "--webhook", "a.b"], ("--webhook 'a.b': must be an http:// or https://",)),
     "report of nothing": (lambda p: ["report", p.output], ("no such folder; give the run-dir",)),
     "report of no run-dir": (lambda p: ["report", str(p.folder)], ("not a peer's run-dir",)),
     "report into no folder": (
@@ -687,8 +692,9 @@ def test_only_the_owner_gives_orders_and_only_possible_ones(swarm_place: Place, 
         "schedule 9 sync_step=1": "training.sync_step cannot be changed",
         "schedule 9 learning_rate=0": "schedule 9: training.learning_rate = 0: must be greater than 0",
     }.items():
-        arguments = ["control", swarm_place.address, "--key", owner, *order.split()]
-        assert_refused(swarm_place.folder, arguments, expected)
+        for target in (swarm_place.address, str(bootstrap.run_dir)):
+            assert_refused(swarm_place.folder, ["control", target, "--key", owner, *order.split()], expected)
+    assert_refused(swarm_place.folder, ["audit", str(bootstrap.run_dir), SOMEBODY], "campaign test has no audits")
 
 
 @pytest.mark.network

@@ -634,6 +634,34 @@ def test_steps_that_are_added_to_a_complete_campaign_are_reached() -> None:
     assert unreached(parse_order(["schedule", "7", "total_steps=80"])(complete), complete) == ""
 
 
+def test_a_schedule_and_a_requirement_that_are_not_in_effect_yet_are_taken_back_in_the_words_that_the_owner_is_told() -> None:
+    for words, opposite, news in (
+        ("schedule 99 learning_rate=0.5", "schedule 99", "no longer from round 99 on learning_rate 0.5"),
+        (f"require {PROTOCOL_VERSION} from 99", "require none", f"protocol {PROTOCOL_VERSION} no longer required"),
+    ):
+        earlier = parse_order(["schedule", "5", "learning_rate=0.1"])(view())
+        ordered = parse_order(words.split())(view(newest=earlier))
+        assert unreached(ordered, view(newest=earlier)).endswith(f"; take it back with control {opposite}")
+        back = parse_order(opposite.split())(view(newest=ordered))
+        assert back == replace(earlier, number=3)
+        assert describe_news(back, ordered, 4) == news
+        assert unreached(back, view(newest=ordered)) == ""
+
+
+def test_only_what_is_ordered_and_not_in_effect_is_taken_back() -> None:
+    newest = parse_order(["schedule", "6", "total_steps=90"])(view())
+    newest = parse_order(["schedule", "9", "warmup_steps=80"])(view(newest=newest))
+    for words, round_number, expected in (
+        ("schedule 7", 3, "schedule 7: nothing is ordered from this round on; rounds with changes ahead: 6, 9"),
+        ("schedule 6", 5, "schedule 6: in effect already; order other settings from round 7 or later on"),
+        ("schedule 6", 3, "without its settings those of round 9 are wrong"),
+        ("require none", 3, "require none: no protocol is required"),
+    ):
+        with pytest.raises(UserError, match=expected):
+            parse_order(words.split())(view(round_number, newest))
+    assert parse_order(["schedule", "9"])(view(newest=newest)).changes == newest.changes[:1]
+
+
 def test_an_order_in_words() -> None:
     assert describe(None, 5) == ""
     changes = (Change(9, '{"learning_rate":0.0001,"total_steps":80}'), Change(12, "\x1b[31m"))
@@ -679,7 +707,7 @@ def test_what_the_guard_ordered_is_told_from_what_a_person_ordered() -> None:
     assert describe(paused, 4) == describe_news(paused, back, 4) == f"paused{guard}"
     there = view(newest=paused, applied=paused)
     banned, again = parse_order(["ban", OTHER_ID])(there), parse_order(["rollback", "2"])(there)
-    assert describe(banned, 4) == f"paused{guard}, 1 peer banned"
+    assert describe(banned, 4) == f"paused{guard}, {OTHER_ID[-6:]} banned"
     assert (describe(again, 4), describe_news(again, paused, 4)) == (f"paused{guard}, rolled back to round 2",
                                                                      "rolled back to round 2")
     resumed = parse_order(["resume"])(there)
@@ -752,7 +780,7 @@ def test_an_order_believes_certified_commits_and_no_stranger(admission: str, kep
 
 def test_a_ban_stays_in_later_orders_until_it_is_lifted() -> None:
     once = parse_order(["ban", OTHER_ID])(view())
-    assert describe(once, 3) == "1 peer banned"
+    assert describe(once, 3) == f"{OTHER_ID[-6:]} banned"
     with pytest.raises(UserError, match="is banned already"):
         parse_order(["ban", OTHER_ID])(view(newest=once))
     paused = parse_order(["pause"])(view(newest=once))

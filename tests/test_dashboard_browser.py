@@ -25,7 +25,8 @@ from spes_p2p.client.dashboard.server import serving
 from spes_p2p.client.dashboard.view import series, swarm_view
 from spes_p2p.client.me import own_share
 from spes_p2p.config.campaign import load_campaign_config
-from spes_p2p.messages.presence import PeerStatus
+from spes_p2p.messages.audits import Audited
+from spes_p2p.messages.presence import PeerStatus, Probation
 from spes_p2p.net.identity import RSAIdentity
 from spes_p2p.net.tasks import beside
 from spes_p2p.observe.json_values import to_json
@@ -267,6 +268,45 @@ def test_a_peer_has_a_page_with_its_last_rounds_and_an_address(viewport: dict[st
         await page.evaluate("location.hash = 'peer=<img src=x>'")
         await until(page, "document.getElementById('peer-now').textContent === 'not among the peers of this campaign'")
         assert await page.locator("img").count() == 0
+
+    look_at(swarm, look, viewport=viewport)
+
+
+@pytest.mark.parametrize("viewport", [DESKTOP, PHONE], ids=["desktop", "phone"])
+def test_an_open_campaigns_page_says_whom_the_owner_vouches_for_and_how_far_the_others_are(viewport: dict[str, int]) -> None:
+    swarm = synthetic_swarm(4, 8, 30)
+    vouched, waiting, past, failed, helper = swarm.statuses
+    told = (Audited(29, failed.peer_id, False, 4, 0.31, 1.0), Audited(28, waiting.peer_id, True, 4, 0.978, 1.0))
+    of_open = [
+        replace(vouched, standing="vouched", audits=told),
+        replace(waiting, standing="newcomer", probation=Probation(4, 10, 0, 1)),
+        replace(past, standing="proven", probation=Probation(30, 10, 2, 1)),
+        replace(failed, standing="newcomer", probation=Probation(12, 10, 0, 1)), helper,
+    ]
+
+    async def look(page: Any, live: Published) -> None:
+        assert await page.locator("th:visible", has_text="standing").count() == 0
+        show(live, replace(swarm, statuses=of_open))
+        await until(page, "document.body.classList.contains('open-campaign')")
+
+        async def cells(peer: str) -> list[str]:
+            row = page.locator(f"#peers tr[data-peer='{peer}']")
+            return [await row.locator("td.open").nth(place).text_content() for place in (0, 2)]
+
+        ids = [each.peer_id for each in of_open]
+        assert [await cells(peer) for peer in ids] == [
+            ["vouched", "-"], ["4/10 rounds + audit", "passed 0.98"], ["past probation", "passed"],
+            ["10/10 rounds + audit", "failed 0.31"], ["-", "-"],
+        ]
+        title = await page.locator(f"#peers tr[data-peer='{ids[2]}'] td.open").nth(2).get_attribute("title")
+        assert title == "2 audits passed; the last is some rounds ago"
+        assert await page.locator("th:visible", has_text="standing").count() == 1
+        scrolled, shown = await widths(page)
+        assert scrolled <= shown
+        await page.click(f"#peers tr[data-peer='{ids[1]}']")
+        facts = await page.inner_text("#peer")
+        assert "on probation: work in 4 of 10 rounds, and no audit passed yet" in facts
+        assert "passed the audit of round 28: its update has cosine 0.98 with that of training its phase again" in facts
 
     look_at(swarm, look, viewport=viewport)
 

@@ -113,5 +113,11 @@ def test_a_file_of_an_odd_length_is_cut(tmp_path: Path) -> None:
         detect_dtype(tmp_path / "cut.npy", 512)
 
 
+def test_a_file_of_zeros_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "zeros.npy").write_bytes(bytes(300))
+    with pytest.raises(UserError, match=r"zeros\.npy: contains nothing but zeros"):
+        scan(tmp_path / "zeros.npy", detect_dtype(tmp_path / "zeros.npy", 512), 512)
+
+
 def test_the_narrowest_dtype_holds_every_id() -> None:
     assert [smallest_dtype(size) for size in (512, 65536, 65537)] == ["uint16", "uint16", "uint32"]

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from observed_events import FIRST_COMMIT, OWNERS, ROUNDS, Clock, assembly, commit, new_board, shown, status_after
 from rich.console import Console
 
-from spes_p2p.client.local_swarm import in_these_rounds
+from spes_p2p.client.local_swarm import closing_line, in_these_rounds, summarise
 from spes_p2p.errors import UserError
 from spes_p2p.messages.presence import PeerStatus
 from spes_p2p.net.throughput import UNKNOWN_BYTES_PER_S
@@ -642,6 +642,19 @@ def test_beside_a_trainer_that_has_the_last_base_stands_done_whatever_it_does_th
     assert ("training" in of_5_rounds, of_5_rounds.count("done")) == (False, 3)
     stopped = shown([replace(trains, state="stopped"), replace(trains, peer_id="QmOther", round=4)])
     assert ("done" in stopped, "training" in stopped) == (True, True)
+
+
+def test_a_run_of_a_swarm_ends_with_the_held_out_loss_of_the_last_base(tmp_path: Path) -> None:
+    names = ["peer-0", "peer-1"]
+    for name in names:
+        (tmp_path / name).mkdir()
+        history = History(name, tmp_path / name)
+        last = [replace(commit(2), loss=math.nan), *([Evaluated(2, 6.5)] if name == "peer-1" else [])]
+        for event in (Evaluated(0, 6.952), *last):
+            history.record(event)
+    line = closing_line(summarise(tmp_path, names, 12.3, ()))
+    assert line.startswith("2 rounds, ")
+    assert line.endswith(" in 12 s; held-out loss 6.500 (round 2); digests equal on all peers")
 
 
 @pytest.mark.parametrize(("rounds", "start", "end"), [

@@ -14,10 +14,10 @@ from spes_p2p.client.dashboard.listed import seen
 from spes_p2p.client.proven import corrected, learn_commits
 from spes_p2p.consensus.commit_log import CommitLog
 from spes_p2p.messages.audits import Audited
-from spes_p2p.messages.consensus import Control, Verdict
+from spes_p2p.messages.consensus import Ballot, CertifiedCommit, Control, Verdict
 from spes_p2p.messages.presence import PeerStatus
 from spes_p2p.net.rpc import RpcEndpoint
-from spes_p2p.observe.swarm_status import gather
+from spes_p2p.observe.swarm_status import gather, swarm_status
 from spes_p2p.observe.table import render_status
 from spes_p2p.testing.in_memory_world import in_memory_world
 from spes_p2p.testing.simulate.swarm import VirtualSwarm, campaign, simulate
@@ -139,6 +139,46 @@ def test_an_audit_is_shown_where_a_certified_commit_has_the_verdict(log: CommitL
     shown = corrected(told, CommitLog(SimulatedIdentity("client"), replace(last, round=-1)), open_campaign)
     assert gather(shown).audits == {"B": passed}
     assert {each.peer_id: each.audits for each in shown if each.audits} == {"A": (passed,)}, "also of an auditor without a vote"
+
+
+def of_an_open_campaign(log: CommitLog, rounds: int, *passed: str) -> CommitLog:
+    """Rounds with work of A, for whom the owner vouches, and of B; C takes part without. `passed`: whose audit, in round 0."""
+    a, b = (log.last.members.index(name) for name in "AB")
+    last = replace(log.last, electorate=("W",), vouched=(a,), heard=(a, b))
+    found = CommitLog(SimulatedIdentity("client"), replace(last, round=-1))
+    for number in range(rounds):
+        verdicts = tuple(Verdict("A", peer, number, True) for peer in passed if number == 0)
+        found.put(CertifiedCommit(replace(last, round=number, verdicts=verdicts), Ballot(0, "W"), ()))
+    return found
+
+
+def test_whom_the_owner_vouches_for_and_who_is_on_probation_is_what_commits_say(log: CommitLog) -> None:
+    open_campaign = campaign(total_steps=1000, admission="open")
+    says_so = [replace(each, campaign_hash=open_campaign.hash, standing="vouched") for each in honest(log)]
+    told = [*says_so, replace(says_so[0], peer_id="X")]
+
+    def shown(rounds: int, *passed: str) -> tuple[dict[str, str], str]:
+        statuses = corrected(told, of_an_open_campaign(log, rounds, *passed), open_campaign)
+        console = Console(width=120)
+        with console.capture() as lines:
+            console.print(render_status(statuses))
+        return {each.peer_id: each.standing for each in statuses}, lines.get()
+
+    vouched, unknown = {"A": "vouched", "W": "vouched"}, {"X": ""}
+    standings, text = shown(4)
+    assert standings == vouched | unknown | {"B": "newcomer", "C": "newcomer"}
+    assert "the owner vouches for: A\n" in text
+    assert "on probation: B (4 of 10 rounds, no audit passed yet), C (0 of 10 rounds, no audit passed yet)" in text
+    standings, text = shown(12)
+    assert (standings["B"], "B (10 of 10 rounds, no audit passed yet)" in text) == ("newcomer", True)
+    standings, text = shown(12, "B", "C")
+    assert standings == vouched | unknown | {"B": "proven", "C": "newcomer"}
+    assert "past probation: B\n" in text
+    assert "on probation: C (0 of 10 rounds)\n" in text
+    [b] = [each for each in swarm_status(corrected(told, of_an_open_campaign(log, 40, "B"), open_campaign))["peers"]
+           if each["peer_id"] == "B"]
+    assert b["probation"] == {"rounds": 40, "rounds_needed": 10, "audits": 1, "audits_needed": 1}, "long after its audit"
+    assert {each.standing for each in corrected(honest(log), log, CAMPAIGN)} == {""}, "among friends"
 
 
 def test_peers_of_another_campaign_are_left_out(log: CommitLog) -> None:

@@ -80,6 +80,16 @@ def test_a_report_has_the_run_and_loads_nothing(tmp_path: Path) -> None:
     assert "script" not in page.tags
 
 
+def test_orders_are_named_by_what_they_changed_where_the_journal_says_it(tmp_path: Path) -> None:
+    ordered = {3: ("audits of aaaaaa", ""), 5: ("", "no more audits of aaaaaa"), 7: ("bbbbbb banned", "")}
+    orders = {number: max((at for at in ordered if at <= number), default=0) for number in range(13)}
+    records = [replace(record, control=ordered[orders[record.round]][0] if orders[record.round] else "")
+               for record in synthetic_swarm(3, 4, 12).records]
+    told = [Controlled(number, number, "running", order, news or order) for number, (order, news) in ordered.items()]
+    _, page = Page(make_report(run_dir(tmp_path / "run", records, *told))).text.split("Orders of the owner")
+    assert page.startswith("from roundorder3audits of aaaaaa5no more audits of aaaaaa7bbbbbb bannedConfiguration")
+
+
 def test_curves_of_this_peers_own_have_a_gap_where_it_was_away(tmp_path: Path) -> None:
     """A straight line over the rounds between would be a measurement that nobody made."""
     rounds = [replace(OWN, round=number, sent_bytes=1000 + number) for number in (*range(13, 63), *range(163, 213))]

@@ -9,6 +9,7 @@ import itertools
 import json
 import random
 import re
+import signal
 import subprocess
 import sys
 import weakref
@@ -35,6 +36,7 @@ from spes_p2p.rounds.accounting import Ledger
 from spes_p2p.rounds.apply import NextBase
 from spes_p2p.rounds.ownership import Owners, assign_experts
 from spes_p2p.rounds.parts import Part
+from spes_p2p.testing.attacks.kinds import KINDS as ATTACK_KINDS
 from spes_p2p.testing.simulate import virtual
 from spes_p2p.testing.simulate.audit import Audit
 from spes_p2p.testing.simulate.churn import absences
@@ -191,18 +193,24 @@ def test_the_command_replays_a_seed_in_another_process(tmp_path: Path) -> None:
 
 
 @pytest.mark.network
-def test_a_simulation_that_is_killed_leaves_no_process_behind() -> None:
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_simulation_that_is_ended_leaves_no_process_behind_and_says_nothing(number: int) -> None:
     command = [sys.executable, "-m", "spes_p2p", "simulate", "--virtual", "--seeds", "4", "--jobs", "2", "--rounds", "1000"]
-    process = subprocess.Popen(command, cwd=ROOT, env=ENVIRONMENT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(command, cwd=ROOT, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
     def workers() -> list[psutil.Process]:
         return [child for child in psutil.Process(process.pid).children() if "--multiprocessing-fork" in child.cmdline()]
 
     wait_until(lambda: len(workers()) == 2, START_TIMEOUT_S, "both workers start")
     started = workers()
-    process.kill()
-    process.wait()
+    process.send_signal(number)
+    try:
+        told = process.communicate(timeout=START_TIMEOUT_S)
+    finally:
+        process.kill()
     assert not psutil.wait_procs(started, timeout=CHILDREN_END_WITHIN_S)[1]
+    if number == signal.SIGTERM:
+        assert (process.returncode, *told) == (128 + number, b"", b"")
 
 
 @pytest.mark.slow
@@ -370,11 +378,31 @@ def test_bad_options_are_one_line_and_exit_code_2(options: tuple[str, ...], mess
     assert message in ended.stderr
 
 
+def unseen(what: str) -> contextlib.AbstractContextManager[Callable[[int, int], None]]:
+    return contextlib.nullcontext(lambda done, total: None)
+
+
+def test_progress_says_of_which_runs_the_rounds_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = list[str]()
+
+    def ended(*arguments: Any) -> list[RunReport]:
+        raise UserError("no run is needed")
+
+    def shown(what: str) -> contextlib.AbstractContextManager[Callable[[int, int], None]]:
+        told.append(what)
+        return unseen(what)
+
+    monkeypatch.setattr("spes_p2p.testing.simulate.command.run_seeds", ended)
+    for options in ({}, {"attackers": 1, "attacks": ["all"], "admission": "open"}):
+        with pytest.raises(UserError, match="no run is needed"):
+            simulate_virtual(None, {"rounds": 4, **options}, range(2), 1, None, shown)
+    assert told == ["simulating 2 runs of 4 rounds", f"simulating {2 * (1 + len(ATTACK_KINDS))} runs of 4 rounds"]
+
+
 def test_an_event_log_that_cannot_be_written_is_refused_before_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("spes_p2p.testing.simulate.command.run_seeds", None)
-    progress = contextlib.nullcontext(lambda done, total: None)
     with pytest.raises(UserError, match="there is no folder"):
-        simulate_virtual(None, {}, range(1), 1, tmp_path / "missing" / "log.txt", progress)
+        simulate_virtual(None, {}, range(1), 1, tmp_path / "missing" / "log.txt", unseen)
 
 
 def test_a_scenario_file_says_who_gets_which_fault_and_link(tmp_path: Path) -> None:

@@ -86,6 +86,17 @@ def test_nobody_calls_a_line_slow_after_one_or_two_measurements() -> None:
     assert told == [0, 0, line.last_bytes_per_s]
 
 
+@pytest.mark.parametrize(("limit", "is_called_slow"), [(None, False), (1e5, True)])
+def test_nobody_calls_a_line_slow_for_what_went_to_peers_on_the_same_machine(limit: float | None, is_called_slow: bool) -> None:
+    line = Throughput(limit)
+    for begin_s in (0, 20, 40, 60):
+        send(line, 300_000, 1e5, begin_s)
+        for half in range(2 * begin_s, 2 * begin_s + 10):
+            line.see({"eth0": 1000 * half}, half / 2)
+        assert line.bytes_per_s() == pytest.approx(1e5, rel=0.1), "what a busy processor sent"
+    assert (line.reliable_bytes_per_s > 0) is is_called_slow
+
+
 def test_what_interfaces_sent_counts_where_buffers_took_a_round_at_once() -> None:
     line, rate = Throughput(), 625e3
     line.count(5_000_000, 10.0, 10.2)

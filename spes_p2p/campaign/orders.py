@@ -62,7 +62,7 @@ MakeControl = Callable[[CampaignView], Control]
 def parse_order(words: Sequence[str]) -> MakeControl:
     """Parse the words of an order. Raises UserError."""
     name, *rest = words
-    if name == "schedule":
+    if name == "schedule" and len(rest) > 1:
         return _parse_schedule(rest)
     return partial(_unless_complete, _parse_other(name, rest))
 
@@ -79,8 +79,10 @@ def _more_steps(view: CampaignView) -> str:
 
 def _parse_other(name: str, rest: Sequence[str]) -> MakeControl:
     plain = {"pause": pause, "resume": resume, "stop": stop}
+    if name == "schedule":
+        return _parse_unschedule(rest)
     if name == "require":
-        return _parse_require(rest)
+        return lift if rest == ["none"] else _parse_require(rest)
     if name == "rollback":
         return _parse_rollback(rest)
     if name in _ON_PEERS:
@@ -99,9 +101,19 @@ def _parse_rollback(words: Sequence[str]) -> MakeControl:
     return partial(rollback, int(words[0]))
 
 
+_SCHEDULE = ("control schedule: give a round and the settings from that round on: schedule 40 learning_rate=1e-4; or the round "
+             "alone, to take back what was ordered from it on")
+
+
+def _parse_unschedule(words: Sequence[str]) -> MakeControl:
+    if not words or not _is_number(words[0]):
+        raise UserError(_SCHEDULE)
+    return partial(unschedule, int(words[0]))
+
+
 def _parse_schedule(words: Sequence[str]) -> MakeControl:
-    if len(words) < 2 or not _is_number(words[0]):
-        raise UserError("control schedule: give a round and the settings from that round on: schedule 40 learning_rate=1e-4")
+    if not _is_number(words[0]):
+        raise UserError(_SCHEDULE)
     fields = {}
     for word in words[1:]:
         name, _, value = word.partition("=")
@@ -119,7 +131,8 @@ def _parse_schedule(words: Sequence[str]) -> MakeControl:
 
 def _parse_require(words: Sequence[str]) -> MakeControl:
     if len(words) != 3 or words[1] != "from" or not (_is_number(words[0]) and _is_number(words[2])):
-        raise UserError("control require: give a protocol version and the first round that needs it: require 11 from 200")
+        raise UserError("control require: give a protocol version and the first round that needs it: require 11 from 200; or "
+                        "require none")
     return partial(require, Requirement(int(words[0]), int(words[2])))
 
 
@@ -183,6 +196,21 @@ def schedule(change: Change, view: CampaignView) -> Control:
     return replace(control, changes=changes)
 
 
+def unschedule(round_number: int, view: CampaignView) -> Control:
+    """Take back the changes from a round on, before they are in effect."""
+    order, control = f"schedule {round_number}", _next(view, _state(view))
+    changes = tuple(each for each in control.changes if each.round != round_number)
+    if changes == control.changes:
+        ahead = ", ".join(dict.fromkeys(str(each.round) for each in changes if each.round > view.round + 1))
+        raise UserError(f"{order}: nothing is ordered from this round on; rounds with changes ahead: {ahead or 'none'}")
+    if round_number <= view.round + 1:
+        raise UserError(f"{order}: in effect already; order other settings from round {view.round + 2} or later on")
+    config = view.config
+    for each in changes:
+        config = changed(config, each.training, f"{order}: without its settings those of round {each.round} are wrong")
+    return replace(control, changes=changes)
+
+
 def _steps_before(round_number: int, view: CampaignView) -> int:
     """Return the campaign steps in the base before this round, if all rounds until then have work."""
     step, number = view.step, view.round + 1
@@ -202,6 +230,14 @@ def require(requirement: Requirement, view: CampaignView) -> Control:
         raise UserError(f"{order}: this program speaks protocol {PROTOCOL_VERSION} itself; {advice}")
     _check_ahead(order, requirement.from_round, view)
     return replace(_next(view, _state(view)), requires=requirement)
+
+
+def lift(view: CampaignView) -> Control:
+    """Require no protocol version any more."""
+    control = _next(view, _state(view))
+    if control.requires is None:
+        raise UserError("require none: no protocol is required")
+    return replace(control, requires=None)
 
 
 def _check_ahead(order: str, round_number: int, view: CampaignView) -> None:
@@ -296,14 +332,15 @@ def revoked(control: Control, view: CampaignView) -> str:
 def unreached(control: Control, view: CampaignView) -> str:
     """Say that a new schedule or requirement begins after the campaign's end, as far as that is known; "" if not."""
     before, requires = view.newest, control.requires
-    new = [each.round for each in control.changes if before is None or each not in before.changes]
+    new = [(each.round, f"schedule {each.round}") for each in control.changes if before is None or each not in before.changes]
     if requires is not None and (before is None or requires != before.requires):
-        new.append(requires.from_round)
+        new.append((requires.from_round, "require none"))
     then = replace(view, newest=control)
-    for number in new:
+    for number, opposite in new:
         for begins in {max(view.round + 1, number - 1), number}:
             if _steps_before(begins, then) >= scheduled(view.config, control, begins).training.total_steps:
-                return f"the campaign ends before round {number}, as planned, and what holds from it on has no effect"
+                return (f"the campaign ends before round {number}, as planned, and what holds from it on has no effect; "
+                        f"take it back with control {opposite}")
     return ""
 
 

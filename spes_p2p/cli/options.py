@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from spes_p2p.config.addresses import check_peer_addresses
+from spes_p2p.config.addresses import EXAMPLE_ADDRESS, check_peer_addresses
 from spes_p2p.config.quantities import Spare, parse_bits_per_second, parse_bytes, parse_spare
 from spes_p2p.errors import UserError
+
+if TYPE_CHECKING:
+    from spes_p2p.session.own_state import OwnState
 
 Url = Annotated[str | None, typer.Option(
     help="URL where you will publish the token files: https://, s3://, gs:// or hf://datasets/OWNER/NAME/...; "
@@ -28,6 +31,26 @@ def checked_peers(addresses: list[str] | None) -> list[str] | None:
 Addresses = Annotated[
     list[str], typer.Argument(metavar="ADDRESS...", help="Address of any peer: /ip4/.../p2p/...", callback=checked_peers)
 ]
+
+
+def own_or_addresses(targets: list[str]) -> tuple[OwnState | None, list[str]]:
+    """Return the state of the running trainer with this run-dir, if one is given, and addresses of its swarm.
+
+    In the run-dir of a bootstrap peer is its address.
+    """
+    run_dir = Path(targets[0])
+    if not run_dir.is_dir():
+        if len(targets) == 1 and not targets[0].startswith(("/ip4/", "/ip6/", "/dns")):
+            raise UserError(f"'{targets[0]}': no such folder, and not the address of a peer; example: {EXAMPLE_ADDRESS}")
+        return None, checked_peers(targets) or []
+    from spes_p2p.session.own_state import STATE_FILE, require_running
+    from spes_p2p.session.run_dir import ADDRESS_FILE
+
+    address = run_dir / ADDRESS_FILE
+    if address.is_file() and not (run_dir / STATE_FILE).exists():
+        return None, checked_peers([address.read_text(encoding="utf-8", errors="replace").strip()]) or []
+    own = require_running(run_dir)
+    return own, list(own.addresses)
 
 
 def _task_folder(folder: Path | None) -> Path | None:

@@ -11,7 +11,7 @@ import typer
 
 from spes_p2p.cli import options
 from spes_p2p.cli.terminal import ProgressBar, run, run_peer, say, waiting
-from spes_p2p.config.addresses import check_peer_addresses, is_peer_id
+from spes_p2p.config.addresses import is_peer_id
 from spes_p2p.errors import UserError
 from spes_p2p.observe.log import setup_logging
 
@@ -127,46 +127,43 @@ def bootstrap(
     run_peer(run_bootstrap(files, settings, peer or (), show))
 
 
-def _checked(address: str) -> str:
-    check_peer_addresses([address])
-    return address
+AddressOrRunDir = Annotated[str, typer.Argument(
+    metavar="ADDRESS|RUN_DIR", help="Address of any peer, or run-dir of a peer that runs on this machine.")]
 
 
 def control(
-    address: Annotated[
-        str, typer.Argument(metavar="ADDRESS", help="Address of any peer: /ip4/.../p2p/...", callback=_checked)
-    ],
+    target: AddressOrRunDir,
     key: Annotated[Path, typer.Option(help="The owner's key: identity.key of the bootstrap peer that started the campaign.")],
     order: Annotated[
         list[str],
         typer.Argument(
             metavar="ORDER...",
-            help="pause, resume, stop, rollback ROUND, schedule ROUND NAME=VALUE..., require PROTOCOL from ROUND, ban PEER, "
-                 "unban PEER, pardon PEER, audit PEER, unaudit PEER",
+            help="pause, resume, stop, rollback ROUND, schedule ROUND NAME=VALUE..., schedule ROUND (takes that back), require "
+                 "PROTOCOL from ROUND, require none, ban PEER, unban PEER, pardon PEER, audit PEER, unaudit PEER",
         ),
     ],
 ) -> None:
     """Pause, resume, stop or roll back your campaign, change its schedule, ban or pardon a peer, require a newer protocol."""
     from spes_p2p.campaign.orders import parse_order
 
+    own, addresses = options.own_or_addresses([target])
     make = parse_order(order)
     setup_logging("warning", False)
     with waiting("looking for the swarm"):
         from spes_p2p.client.owner import give_order
 
-        given = run(give_order([address], key, make))
+        given = run(give_order(addresses, key, make, own.spare_addresses if own else ()))
     accepted = f"{given.accepted} of {given.peers} peers have order {given.control.number}"
     when = "is decided" if order[0] in ("schedule", "require") else "takes effect"
     taken_back = f", instead of {given.revoked}, which had no effect yet" if given.revoked else ""
     words = f"ordered: {given.news or 'as before'}{taken_back}; {accepted}"
-    late = f"; but {given.unreached}" if given.unreached else ""
-    print(f"{words}; it {when} with the first round committed after round {given.round}{late}")
+    print(f"{words}; it {when} with the first round committed after round {given.round}")
+    if given.unreached:
+        print(f"note: {given.unreached}")
 
 
 def audit(
-    address: Annotated[
-        str, typer.Argument(metavar="ADDRESS", help="Address of any peer: /ip4/.../p2p/...", callback=_checked)
-    ],
+    target: AddressOrRunDir,
     peer: Annotated[str, typer.Argument(metavar="PEER", help="Whole id of the peer, as status --json shows it.")],
     as_json: options.AsJson = False,
 ) -> None:
@@ -174,6 +171,7 @@ def audit(
 
     Exits with code 1 if it failed the last audit or gets no work, with 2 if there is none.
     """
+    own, addresses = options.own_or_addresses([target])
     if not is_peer_id(peer):
         raise UserError(f"audit: {peer!r} is no peer's id; give the whole id, as spes-p2p status --json shows it: Qm...")
     setup_logging("warning", False)
@@ -181,7 +179,7 @@ def audit(
         from spes_p2p.client.audit import fetch_audits, render_audits
         from spes_p2p.observe.json_values import to_json
 
-        found = run(fetch_audits([address], peer))
+        found = run(fetch_audits(addresses, peer, own.spare_addresses if own else ()))
     if as_json:
         print(json.dumps({**to_json(found), "passed": found.passed}, indent=2))
     else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -23,7 +24,7 @@ def swarm(
     as_json: options.AsJson = False,
 ) -> None:
     """Run a bootstrap peer and trainers on this machine. Exits with code 1 if a peer fails or digests differ."""
-    from spes_p2p.client.local_swarm import is_good, run_swarm
+    from spes_p2p.client.local_swarm import closing_line, is_good, run_swarm
 
     setup_logging("warning", False)
     with waiting("starting the peers") as end_waiting:
@@ -31,9 +32,7 @@ def swarm(
     if as_json:
         print((run_dir / "summary.json").read_text(), end="")
     else:
-        equal = "equal on all peers" if summary.digests_equal else "NOT EQUAL"
-        done = f"{summary.rounds} rounds, {summary.tokens} tokens in {summary.seconds:.0f} s"
-        print(f"{done}; digests {equal}; {run_dir}/summary.json")
+        print(f"{closing_line(summary)}; {run_dir}/summary.json")
         for name in summary.failed_peers:
             print(f"{name} failed: see {run_dir / name / 'log.txt'}")
     raise typer.Exit(0 if is_good(summary) else 1)
@@ -74,7 +73,7 @@ def simulate(
         "overlap": overlap or None, "churn": churn, "attackers": attackers, "admission": admission,
         "attacks": attacks.split(",") if attacks is not None else None,
     }
-    progress = ProgressBar("simulating", unit="rounds of all runs")
+    progress = partial(ProgressBar, unit="rounds")
     if virtual:
         found, text = simulate_virtual(scenario, given, range(seed, seed + seeds), jobs, event_log, progress)
     else:

@@ -5,19 +5,16 @@ from __future__ import annotations
 import json
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from spes_p2p.cli import options
 from spes_p2p.cli.terminal import run, say_waiting, waiting
-from spes_p2p.config.addresses import EXAMPLE_ADDRESS, check_peer_addresses, check_webhook
+from spes_p2p.config.addresses import check_peer_addresses, check_webhook
 from spes_p2p.errors import UserError
 from spes_p2p.observe.log import setup_logging
 from spes_p2p.storage.files import require_place, write_whole
-
-if TYPE_CHECKING:
-    from spes_p2p.session.own_state import OwnState
 
 MAX_LISTED_CAMPAIGNS = 64
 """Most campaigns of one directory. Bounds memory and sockets: each campaign has a connection of its own."""
@@ -34,7 +31,7 @@ def status(
     ] = False,
 ) -> None:
     """Show a running swarm: round, peers, experts and owners, speed, loss, traffic. With a run-dir: your trainer first."""
-    own, addresses = _own_or_addresses(targets)
+    own, addresses = options.own_or_addresses(targets)
     spare = own.spare_addresses if own else ()
     if own is not None and not as_json:
         print(f"your trainer: {own.line}", flush=True)
@@ -74,7 +71,7 @@ def dashboard(
     """Serve a live web page about a running swarm. With a run-dir: also your trainer, which it can pause. Ctrl-C ends it."""
     if webhook is not None:
         check_webhook(webhook)
-    own, addresses = _own_or_addresses(targets)
+    own, addresses = options.own_or_addresses(targets)
     prepares = own is not None and own.is_preparing
     for_what = "waiting for the trainer, which is still preparing" if prepares else "starting"
     setup_logging("warning", False)
@@ -129,23 +126,3 @@ def report(
 
     write_whole(target, make_report(run_dir, evaluations or ()).encode())
     print(target)
-
-
-def _own_or_addresses(targets: list[str]) -> tuple[OwnState | None, list[str]]:
-    """Return the state of the running trainer with this run-dir, if one is given, and addresses of its swarm.
-
-    In the run-dir of a bootstrap peer is its address.
-    """
-    run_dir = Path(targets[0])
-    if not run_dir.is_dir():
-        if len(targets) == 1 and not targets[0].startswith(("/ip4/", "/ip6/", "/dns")):
-            raise UserError(f"'{targets[0]}': no such folder, and not the address of a peer; example: {EXAMPLE_ADDRESS}")
-        return None, options.checked_peers(targets) or []
-    from spes_p2p.session.own_state import STATE_FILE, require_running
-    from spes_p2p.session.run_dir import ADDRESS_FILE
-
-    address = run_dir / ADDRESS_FILE
-    if address.is_file() and not (run_dir / STATE_FILE).exists():
-        return None, options.checked_peers([address.read_text(encoding="utf-8", errors="replace").strip()]) or []
-    own = require_running(run_dir)
-    return own, list(own.addresses)

@@ -9,11 +9,12 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 
 from spes_p2p.client.connection import connect
+from spes_p2p.consensus.admission import NO_SERVICE
 from spes_p2p.consensus.commit_log import CommitLog
 from spes_p2p.errors import UserError
 from spes_p2p.messages.audits import Audited
 from spes_p2p.messages.presence import PeerStatus
-from spes_p2p.observe.units import short_peer
+from spes_p2p.observe.units import counted, short_peer
 from spes_p2p.rounds.audits import are_audited, still_convicted
 
 
@@ -43,9 +44,12 @@ class PeerAudits:
         return self.gets_work and self.audits[-1].audit.passed
 
 
-async def fetch_audits(addresses: Sequence[str], peer: str) -> PeerAudits:
-    """Ask the swarm. Raises UserError where no audit of the peer is known."""
-    async with connect(addresses) as swarm:
+async def fetch_audits(addresses: Sequence[str], peer: str, spare: Sequence[str] = ()) -> PeerAudits:
+    """Ask the swarm. Raises UserError where no audit of the peer is known.
+
+    `spare`: addresses for when nobody listens at the others.
+    """
+    async with connect(addresses, spare=spare) as swarm:
         config, statuses = swarm.campaign.config, await swarm.statuses()
         if not statuses:
             raise UserError(f"{addresses[0]}: connected, but no peer of the campaign answers; try again in a moment")
@@ -64,8 +68,10 @@ def peer_audits(statuses: Sequence[PeerStatus], log: CommitLog, peer: str) -> Pe
     if not found and peer in log.last.trusted:
         raise UserError(f"{peer}: the owner vouches for this peer, and only the phases of others are audited")
     if not found:
-        raise UserError(f"{peer}: no vouched trainer that answers has audited this peer lately; to have its phases audited, "
-                        f"while a vouched trainer trains: spes-p2p control ADDRESS --key KEY audit {peer}")
+        passed = log.services(log.round).get(peer, NO_SERVICE).audits
+        before = f", and it passed {counted(passed, 'audit')} before" if passed else ""
+        raise UserError(f"{peer}: no vouched trainer that answers has audited this peer lately{before}; to have its phases "
+                        f"audited, while a vouched trainer trains: spes-p2p control ADDRESS --key KEY audit {peer}")
     found.sort(key=lambda each: (each.audit.round, each.auditor))
     return PeerAudits(peer, log.round, tuple(found), peer not in still_convicted(log.recent(log.round)))
 

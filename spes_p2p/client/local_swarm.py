@@ -29,7 +29,7 @@ from spes_p2p.observe.events import Evaluated, RoundCommitted
 from spes_p2p.observe.history import Entry, read_history
 from spes_p2p.observe.plot import plot_loss
 from spes_p2p.observe.table import SwarmView
-from spes_p2p.observe.units import human_bytes
+from spes_p2p.observe.units import counted, human_bytes, human_loss
 from spes_p2p.session.run_dir import ADDRESS_FILE
 
 BOOTSTRAP = "bootstrap"
@@ -51,6 +51,8 @@ class Summary:
     tokens: int
     val_loss_first: float | None
     val_loss_last: float | None
+    val_round_last: int | None
+    """The last round in the base of that loss."""
     digests_equal: bool
     bytes_sent: int
     bytes_received: int
@@ -179,6 +181,7 @@ def summarise(run_dir: Path, names: list[str], seconds: float, failed: tuple[str
         tokens=max((event.total_tokens for event in everything), default=0),
         val_loss_first=held_out[min(held_out)] if held_out else None,
         val_loss_last=held_out[max(held_out)] if held_out else None,
+        val_round_last=max(held_out, default=None),
         digests_equal=bool(digests) and all(len(found) == 1 for found in digests.values()),
         bytes_sent=sum(event.sent_bytes for event in everything),
         bytes_received=sum(event.received_bytes for event in everything),
@@ -292,6 +295,14 @@ def last_line(path: Path) -> str:
     """Return the last line of a log, which tells why its process ended."""
     lines = path.read_text(errors="replace").strip().splitlines() if path.exists() else []
     return lines[-1][-300:] if lines else "no message"
+
+
+def closing_line(summary: Summary) -> str:
+    """Return the result for a person. The held-out loss of the last base is known only after its round."""
+    done = f"{counted(summary.rounds, 'round')}, {summary.tokens} tokens in {summary.seconds:.0f} s"
+    loss = summary.val_loss_last
+    held_out = "" if loss is None else f"; held-out loss {human_loss(loss)} (round {summary.val_round_last})"
+    return f"{done}{held_out}; digests {'equal on all peers' if summary.digests_equal else 'NOT EQUAL'}"
 
 
 def is_good(summary: Summary) -> bool:

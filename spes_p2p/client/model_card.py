@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +39,8 @@ class Origin:
     """Contributions to the recorded rounds up to this one."""
     orders: tuple[tuple[int, str], ...] = ()
     """(first round committed under the order, description of the order), by round."""
+    news: Mapping[int, str] = field(default_factory=dict)
+    """What an order changed, by the same round, as far as a journal says."""
 
 
 def origin_of(
@@ -50,7 +52,8 @@ def origin_of(
     `journal`: what a peer wrote down of the orders. A rollback is a round without training, which has no record.
     """
     past = [record for record in records if record.round <= round_number]
-    told = {each.round: each.order for each in journal if isinstance(each, Controlled) and each.round <= round_number}
+    controlled = [each for each in journal if isinstance(each, Controlled) and each.round <= round_number]
+    told, news = {each.round: each.order for each in controlled}, {each.round: each.news for each in reversed(controlled)}
     told |= {record.round: record.control for record in past}
     held_out = [(record.round, record.validation_loss) for record in past if math.isfinite(record.validation_loss)]
     orders: list[tuple[int, str]] = []
@@ -59,16 +62,17 @@ def origin_of(
             orders.append((number, order))
     last = past[-1] if past and past[-1].round == round_number else None
     totals, newest = totals_of(past).named_by(living), held_out[-1] if held_out else None
-    return Origin(campaign, round_number, digest, last, newest, totals, tuple(orders))
+    return Origin(campaign, round_number, digest, last, newest, totals, tuple(orders), news)
 
 
 def told_orders(origin: Origin) -> list[tuple[int, str]]:
-    """Return the orders as a person reads them: what ends a pause is called as in `control` and in the log."""
+    """Return the orders as a person reads them: what each changed, as in `control` and in the log, or else all that holds."""
     told, was_paused = list[tuple[int, str]](), False
     for number, order in origin.orders:
         is_paused = order.startswith("paused")
         resumed = ["resumed"] if was_paused and not is_paused and not order.startswith("stopped") else []
-        told.append((number, ", ".join([*resumed, *([order] if order else [])]) or "as planned"))
+        holds = ", ".join([*resumed, *([order] if order else [])]) or "as planned"
+        told.append((number, origin.news.get(number) or holds))
         was_paused = is_paused
     return told
 

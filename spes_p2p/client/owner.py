@@ -38,10 +38,13 @@ class GivenOrder:
     """What of it is never in effect, in words; "" for nothing."""
 
 
-async def give_order(addresses: Sequence[str], key: Path, make: MakeControl) -> GivenOrder:
-    """Sign the record that `make` returns and send it to every peer. Raises UserError."""
+async def give_order(addresses: Sequence[str], key: Path, make: MakeControl, spare: Sequence[str] = ()) -> GivenOrder:
+    """Sign the record that `make` returns and send it to every peer. Raises UserError.
+
+    `spare`: addresses for when nobody listens at the others.
+    """
     owner = owner_key(key)
-    async with connect(addresses) as swarm:
+    async with connect(addresses, spare=spare) as swarm:
         config = (await swarm.files()).campaign.config
         require_owner(config.name, swarm.genesis, owner, key)
         known = await _ask_all(swarm, None)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from spes_p2p.config.campaign import Campaign
+from spes_p2p.consensus.admission import NO_SERVICE, PROBATION_AUDITS, PROBATION_ROUNDS, is_past_probation
 from spes_p2p.consensus.commit_log import KEPT_READ, CommitLog
 from spes_p2p.consensus.control import describe, describe_news, number_of
 from spes_p2p.errors import PeerUnreachable, Refused
@@ -15,10 +16,11 @@ from spes_p2p.messages.codec import WireError, pack
 from spes_p2p.messages.consensus import Commit, CommitsRequest, Control, Decide, Verdict
 from spes_p2p.messages.fields import LONGEST_WORD
 from spes_p2p.messages.methods import COMMITS
-from spes_p2p.messages.presence import PeerStatus
+from spes_p2p.messages.presence import PeerStatus, Probation
 from spes_p2p.net.rpc import RpcEndpoint
 from spes_p2p.net.unpacking import unpack_beside
 from spes_p2p.peer.milestones import fetch_milestone
+from spes_p2p.rounds.audits import can_be_audited
 from spes_p2p.rounds.schedule import last_round
 
 
@@ -49,16 +51,19 @@ def corrected(
     What a peer of the last commits says of round, end, tokens, owners, electors and orders is replaced by what the commit of
     its round says. Peers that no recent commit names, and those that claim a round which no commit proves, keep what concerns
     only themselves. In an open campaign only electors judge others, since all of them are vouched for; an audit counts where a
-    commit has its verdict.
+    commit has its verdict; and a peer's standing is that of the commits.
     """
     verdicts, applied = _verdicts(log), log.last.control
     is_pending = newest is not None and newest.number > number_of(applied)
     pending = describe_news(newest, applied, log.round)[:LONGEST_WORD] if newest is not None and is_pending else ""
     known = frozenset[str]().union(*(commit.participants for commit in log.recent(log.round)))
+    standings = _standings(log, campaign)
     found = []
     for status in statuses:
         if status.campaign_hash != campaign.hash:
             continue
+        standing, probation = standings.get(status.peer_id, ("", None))
+        status = replace(status, standing=standing, probation=probation)
         if status.peer_id not in known or status.round > max(0, log.round):
             found.append(_bare(status, campaign))
             continue
@@ -76,6 +81,23 @@ def corrected(
 def kept_rounds(log: CommitLog) -> range:
     """Return the rounds whose commits a log has at hand."""
     return range(max(log.begins, log.round - KEPT_READ + 1), log.round + 1)
+
+
+def _standings(log: CommitLog, campaign: Campaign) -> dict[str, tuple[str, Probation | None]]:
+    """Return the standing of the peers that the commits at hand name, in an open campaign."""
+    if campaign.config.admission != "open":
+        return {}
+    commits = [log.commit_at(number) for number in kept_rounds(log)]
+    is_vouched = {peer: peer in commit.trusted for commit in commits for peer in commit.participants}
+    services, needs_audit = log.services(log.round), can_be_audited(campaign.config, log.recent(log.round))
+    found: dict[str, tuple[str, Probation | None]] = {}
+    for peer, is_trusted in is_vouched.items():
+        served = services.get(peer, NO_SERVICE)
+        standing = "proven" if is_past_probation(served, needs_audit) else "newcomer"
+        needed = PROBATION_AUDITS if needs_audit else 0
+        probation = Probation(served.rounds, PROBATION_ROUNDS, served.audits, needed)
+        found[peer] = ("vouched", None) if is_trusted else (standing, probation)
+    return found
 
 
 def _verdicts(log: CommitLog) -> set[Verdict]:
@@ -120,4 +142,6 @@ def _bare(status: PeerStatus, campaign: Campaign) -> PeerStatus:
         uptime_s=status.uptime_s,
         name=status.name,
         team=status.team,
+        standing=status.standing,
+        probation=status.probation,
     )

@@ -30,7 +30,7 @@ def check_webhook(url: str) -> None:
     except ValueError:
         is_url = False
     if not is_url or " " in url:
-        raise UserError("--webhook: must be an http:// or https:// URL with a host")
+        raise UserError(f"--webhook {url!r}: must be an http:// or https:// URL with a host")
 
 
 def check_peer_addresses(addresses: Sequence[str]) -> None:

@@ -11,6 +11,7 @@ import json
 import logging
 import re
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import replace
 from typing import Protocol
 
@@ -213,10 +214,9 @@ def describe(control: Control | None, round_number: int) -> str:
     if control.requires is not None:
         words.append(f"protocol {control.requires.protocol} required from round {control.requires.from_round} on")
     if control.banned:
-        words.append(f"{len(control.banned)} {'peer' if len(control.banned) == 1 else 'peers'} banned")
+        words.append(f"{_named(control.banned)} banned")
     if control.audited:
-        names = " and ".join(peer[-6:] for peer in control.audited)
-        words.append(f"audits of {names if len(control.audited) <= NAMED_PEERS else f'{len(control.audited)} peers'}")
+        words.append(f"audits of {_named(control.audited)}")
     next_change: dict[str, int] = {}  # of each field: the round of the next later change
     in_force: list[str] = []
     for change in reversed(control.changes):
@@ -236,18 +236,25 @@ def describe_news(control: Control, before: Control | None, round_number: int) -
     """
     known = Control(control.campaign, 0, "running", (), -1, b"") if before is None else before
     fresh = tuple((Counter(control.changes) - Counter(known.changes)).elements())
+    taken_back = (Counter(known.changes) - Counter(control.changes)).elements()
     requires = None if control.requires == known.requires else control.requires
     state = "running" if control.state == known.state else control.state
     by_guard = control.by_guard and control.state == state
     ordered = replace(control, state=state, changes=fresh, banned=(), audited=(), requires=requires, by_guard=by_guard)
     words = ["resumed"] if control.state == "running" != known.state else []
     words += [text] if (text := describe(ordered, round_number)) else []
+    words += [f"no longer from round {change.round} on {_words(change.training)}" for change in taken_back]
+    words += [f"protocol {known.requires.protocol} no longer required"] if known.requires and not control.requires else []
     words += [f"{peer[-6:]} banned" for peer in control.banned if peer not in known.banned]
     words += [f"{peer[-6:]} no longer banned" for peer in known.banned if peer not in control.banned]
     words += [f"audits of {peer[-6:]}" for peer in control.audited if peer not in known.audited]
     words += [f"no more audits of {peer[-6:]}" for peer in known.audited if peer not in control.audited]
     words += [f"{each.peer[-6:]} pardoned" for each in control.pardons if each not in known.pardons]
     return ", ".join(words)
+
+
+def _named(peers: Collection[str]) -> str:
+    return " and ".join(peer[-6:] for peer in peers) if len(peers) <= NAMED_PEERS else f"{len(peers)} peers"
 
 
 def _fields(change: Change) -> dict[str, object]:

@@ -85,7 +85,8 @@ def detect_dtype(path: Path, vocab_size: int) -> Dtype:
 def scan(path: Path, dtype: Dtype, vocab_size: int, on_bytes: Callable[[int], None] = lambda count: None) -> Scan:
     """Read a token file once: sha256 (header included), number of ids, largest id. `on_bytes(n)` after each n bytes.
 
-    Raises UserError for an id not below `vocab_size`, for uint32 ids read as uint16, and as `open_tokens` does.
+    Raises UserError for an id not below `vocab_size`, for ids that are all 0, for uint32 ids read as uint16, and as
+    `open_tokens` does.
     """
     tokens = open_tokens(path, dtype)
     digest, header_bytes = hashlib.sha256(), path.stat().st_size - tokens.nbytes
@@ -101,6 +102,8 @@ def scan(path: Path, dtype: Dtype, vocab_size: int, on_bytes: Callable[[int], No
             max_id = max(max_id, int(ids.max()))
             odd_are_zero = odd_are_zero and not ids[1::2].any()
             on_bytes(len(block))
+    if max_id == 0:
+        raise UserError(f"{path}: contains nothing but zeros, so it was never written, or is not a token file: copy it again")
     if odd_are_zero:
         raise UserError(f"{path}: every second uint16 id is 0, so this file contains uint32 ids; set its dtype to uint32")
     if max_id >= vocab_size:

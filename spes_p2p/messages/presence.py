@@ -61,6 +61,20 @@ class Contact(Extensible):
     """Whether the owner of an open campaign vouches for it, by its own word: for people to see who is missing."""
 
 
+@dataclass(frozen=True)
+class Probation:
+    """What a peer has served for whom the owner of an open campaign does not vouch, since it came or its probation began again,
+    and what ends the probation.
+    """
+
+    rounds: Count
+    """Committed ones with its work."""
+    rounds_needed: Count
+    audits: Count
+    """Of its training, passed since it last failed one or was away when it was drawn."""
+    audits_needed: Count
+
+
 @checked_dataclass(frozen=True, config=ConfigDict(extra="ignore"))
 class PeerStatus:
     """A peer's report on itself. Unknown fields are ignored; missing ones have their defaults."""
@@ -158,6 +172,11 @@ class PeerStatus:
     """Trainers that round 0 waits for."""
     pending: Word = ""
     """The owner's orders that no round has applied yet, in words. Who shows statuses reads it in the signed order."""
+    standing: Word = ""
+    """In an open campaign: vouched, proven (past probation), newcomer; empty where the last commits do not name the peer. Who
+    shows statuses reads it, and `probation`, in the commits."""
+    probation: Probation | None = None
+    """None of a peer that is vouched for."""
 
     def to_bytes(self) -> bytes:
         """Return the msgpack that `from_bytes` reads."""

@@ -9,7 +9,9 @@ whole round of a small model. So when receivers confirm transfers late, the line
 beginning of a transfer to its confirmation. If one receiver confirmed much faster than the others, they are the reason.
 
 Where the machine says what its interfaces have sent, that counts instead, if most of it came from here: behind them are only
-the buffers of the network. Otherwise nothing is measured: it may be what buffers took before, or what other programs send.
+the buffers of the network. Otherwise nothing is measured: it may be what buffers took before, or what other programs send. What
+goes over the loopback to peers on the same machine measures its processor: plans count it, but no line without a limit is
+called slow for it.
 
 On a fast line the CPU is the limit: a peer with more to send measures a higher rate, gets more to send, and so on. Fast lines
 therefore count as equal.
@@ -51,8 +53,9 @@ class Throughput:
 
     def __init__(self, known_limit_bytes_per_s: float | None = None):
         limit = float("inf") if known_limit_bytes_per_s is None else known_limit_bytes_per_s
+        self._is_limited = known_limit_bytes_per_s is not None
         self._estimate = min(UNKNOWN_BYTES_PER_S, limit)
-        self._measured = 0
+        self._measured = self._reliably = 0
         self._windows: dict[int, float] = {}
         """Bytes by window, since the last call of `bytes_per_s`."""
         self._sent: tuple[float, Mapping[str, int]] | None = None
@@ -94,6 +97,7 @@ class Throughput:
             news = WEIGHT_OF_NEWS if self._measured else 1.0
             self._estimate += news * (found - self._estimate)
             self._measured += 1
+            self._reliably += self._is_limited or self._sent is None or not self._is_elsewhere
         self._windows.clear()
         self._on_wire.clear()
         self._confirmed.clear()
@@ -106,12 +110,17 @@ class Throughput:
 
     @property
     def reliable_bytes_per_s(self) -> float:
-        """That estimate, or 0 (unknown) while it rests on too few measurements to call a line slow."""
-        return self.last_bytes_per_s if self._measured >= RELIABLE_AFTER else 0.0
+        """That estimate, or 0 (unknown) while it rests on too few measurements of a line to call it slow."""
+        return self.last_bytes_per_s if self._reliably >= RELIABLE_AFTER else 0.0
+
+    @property
+    def _is_elsewhere(self) -> bool:
+        """Whether most went over no interface, but to peers on this machine."""
+        return ELSEWHERE * sum(self._on_wire.values()) < sum(self._windows.values())
 
     def _wire_bytes_per_s(self) -> float:
         """Return the fullest stretch of an interface, in bytes a second; 0 without one, or where peers are on this machine."""
-        if ELSEWHERE * sum(self._on_wire.values()) < sum(self._windows.values()):
+        if self._is_elsewhere:
             return 0.0
         least = IDLE * max(self._on_wire.values(), default=0.0)
         return _fullest({window: size for window, size in self._on_wire.items() if size > least}) / WINDOW_S

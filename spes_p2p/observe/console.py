@@ -53,6 +53,9 @@ _SOURCES = {"disk": "base {} is in place",  # made just now, or kept from before
             "rollback": "base {} is that of an earlier round",
             "reform": "without the electors that are gone the campaign goes on from base {}"}
 
+WHY_CLIPPED = ("; there this peer's update was larger than those of others, and counts for less: you need not do anything, but "
+               "tell the campaign's owner if it goes on for many rounds")
+
 _OF_ROUNDS = (events.Evaluated, events.UpdatesClipped, events.StepsRejected, events.VerdictsTaken, events.Controlled)
 """Events of a committed round that are no news once later rounds are decided."""
 
@@ -119,6 +122,8 @@ class RoundLog:
         self._living: frozenset[str] | None = None
         self._bounded_at, self._bounded = -1, dict[str, int]()
         """The last round with steps scaled down, and by group for how many rounds in a row."""
+        self._has_explained = False
+        """Whether this peer's user was told what it means that its update is clipped."""
         self._complained_at = self._forecast_at = -math.inf
         self._knows_quota = False
         self._slow_rounds = 0
@@ -193,7 +198,9 @@ class RoundLog:
                 me = self._board.status.peer_id
                 parts = [f"{count} parts of {'this peer' if peer == me else peer[-6:]}'s update" for peer, count in event.parts]
                 steps = [f"the step of {name} to {factor:.2g} of its size" for name, factor in event.groups]
-                return f"{self._nth(event.round)}: clipped {', '.join(parts + steps)}"
+                why = WHY_CLIPPED if not self._has_explained and me in dict(event.parts) else ""
+                self._has_explained |= bool(why)
+                return f"{self._nth(event.round)}: clipped {', '.join(parts + steps)}{why}"
             case events.ResultsChecked() if event.wrong or event.unanswered:
                 wrong = [f"{peer[-6:]} served a wrong result and is excluded by proof" for peer in event.wrong]
                 silent = [f"{peer[-6:]} did not show what its result was made from" for peer in event.unanswered]

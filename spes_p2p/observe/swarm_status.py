@@ -222,13 +222,16 @@ def lacking_vouched(has_begun: bool, rounds_go_on: bool) -> str:
 def slow_lines(peers: Sequence[PeerStatus], before: Collection[str] = ()) -> tuple[str, ...]:
     """Return the trainers whose lines hold rounds up, by what all measured themselves.
 
-    `before`: those of the last look. Of them, those that do not answer now stay: a slow line also delays answers.
+    `before`: those of the last look. Of them, those that do not answer now stay: a slow line also delays answers. All have
+    the training time of the longest phase: that of an auditor is shorter by its audit.
     """
     measured = [peer for peer in peers if peer.role == "trainer" and peer.upload > 0]
+    train_s = max((peer.round_seconds.get("train", 0.0) for peer in peers), default=0.0)
     median = statistics.median(peer.upload for peer in measured) if measured else 0.0
     silent = set(before) - {peer.peer_id for peer in peers}
     return tuple(sorted(silent)) + tuple(
-        peer.peer_id for peer in measured if holds_rounds_up(peer.upload, median, peer.round_seconds, peer.peer_id in before)
+        peer.peer_id for peer in measured
+        if holds_rounds_up(peer.upload, median, {**peer.round_seconds, "train": train_s}, peer.peer_id in before)
     )
 
 

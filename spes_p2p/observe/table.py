@@ -52,6 +52,7 @@ def render_status(statuses: Sequence[PeerStatus], notes: Sequence[str] = ()) -> 
         *last_round,
         Text(),
         _peer_table(swarm),
+        *_standings(swarm),
         *_task_scores(swarm),
         *_warnings([*troubles(swarm), *notes]),
     )
@@ -232,6 +233,25 @@ def _peer_row(status: PeerStatus, experts: int) -> tuple[Text, ...]:
         Text(human_bytes(status.round_received_bytes)),
         Text(human_seconds(sync_seconds(status.round_seconds)) if status.round_seconds else UNKNOWN),
     )
+
+
+def _standings(swarm: SwarmStatus) -> list[Text]:
+    """Say whom the owner of an open campaign vouches for, and how far the others are."""
+    words = {"vouched": "the owner vouches for", "proven": "past probation", "newcomer": "on probation"}
+    lines = []
+    for standing, text in words.items():
+        peers = [f"{short_peer(each.peer_id)}{_served(each)}" for each in swarm.trainers if each.standing == standing]
+        lines += [Text(f"{text}: {', '.join(peers)}")] if peers else []
+    return lines
+
+
+def _served(status: PeerStatus) -> str:
+    """Say how far a peer on probation is."""
+    probation = status.probation
+    if probation is None or status.standing != "newcomer":
+        return ""
+    audit = ", no audit passed yet" if probation.audits < probation.audits_needed else ""
+    return f" ({min(probation.rounds, probation.rounds_needed)} of {counted(probation.rounds_needed, 'round')}{audit})"
 
 
 def _task_scores(swarm: SwarmStatus) -> list[Text]:

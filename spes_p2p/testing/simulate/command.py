@@ -9,7 +9,7 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,14 +18,16 @@ import psutil
 
 from spes_p2p.campaign.files import read_campaign
 from spes_p2p.errors import UserError
+from spes_p2p.observe.units import counted
 from spes_p2p.storage.files import require_place
 from spes_p2p.testing.simulate.report import RunReport, lines, summary
-from spes_p2p.testing.simulate.scenario import OPTIONS, load_scenario, runs_of
+from spes_p2p.testing.simulate.scenario import OPTIONS, Scenario, load_scenario, runs_of
 from spes_p2p.testing.simulate.virtual import run_seeds
 
 UNATTACKED = "unattacked"
 """Folder of the run that attacked ones are compared with."""
-Progress = contextlib.AbstractContextManager[Callable[[int, int], None]]
+Progress = Callable[[str], contextlib.AbstractContextManager[Callable[[int, int], None]]]
+"""Shows how many rounds of how many are done, after these words."""
 
 
 def simulate_virtual(
@@ -44,7 +46,7 @@ def simulate_virtual(
     if event_log is not None:
         require_place(event_log, "--event-log")
     started = time.monotonic()
-    with progress as update:
+    with _ended_by_sigterm(), progress(_what(len(seeds), scenario)) as update:
         found = run_seeds(scenario, seeds, jobs or os.cpu_count() or 1, update)
     if event_log is not None:
         _write(event_log, found[0].log)
@@ -87,23 +89,34 @@ def simulate_processes(
     folder = run_dir.with_name(f"{run_dir.name}-campaign")
     campaign = config or write_campaign(folder, scenario, seed)
     planned, found = runs_of(scenario), list[tuple[RunReport, list[dict[str, float]]]]()
-    ended = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # ends peers and removes networks too
-    try:
-        with progress as update:
+    with _ended_by_sigterm(), progress(_what(1, scenario)) as update:
 
-            def on_round(number: int, rounds: int) -> None:
-                update(len(found) * rounds + number, len(planned) * rounds)
+        def on_round(number: int, rounds: int) -> None:
+            update(len(found) * rounds + number, len(planned) * rounds)
 
-            for each in planned:
-                place = run_dir / (each.attack or UNATTACKED) if scenario.attackers else run_dir
-                found.append(run_processes(each, campaign, place, seed, on_round))
-    finally:
-        signal.signal(signal.SIGTERM, ended)
+        for each in planned:
+            place = run_dir / (each.attack or UNATTACKED) if scenario.attackers else run_dir
+            found.append(run_processes(each, campaign, place, seed, on_round))
     replay = partial(_replay, "--processes", path, options)
     made = summary("processes", len(scenario.peer_names), [run for run, _ in found], time.monotonic() - started, replay)
     made["val_losses"] = found[0][1]
     (run_dir / "summary.json").write_text(json.dumps(made, indent=2) + "\n")
     return made, lines(made)
+
+
+@contextlib.contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """Let SIGTERM raise SystemExit, so that processes are ended and networks removed."""
+    before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _what(seeds: int, scenario: Scenario) -> str:
+    """Say where the number of all rounds comes from."""
+    return f"simulating {counted(seeds * len(runs_of(scenario)), 'run')} of {counted(scenario.rounds, 'round')}"
 
 
 def _replay(form: str, path: Path | None, options: Mapping[str, Any], run: RunReport) -> str:

@@ -109,13 +109,18 @@ def run_seeds(
     spawning = multiprocessing.get_context("spawn")
     rounds = spawning.RawArray("i", len(runs))
     with ProcessPoolExecutor(min(jobs, len(runs)), spawning, _begin_worker, (os.getpid(), rounds)) as pool:
-        futures = [pool.submit(_run_counted, place, *run) for place, run in enumerate(runs)]
-        running = set(futures)
-        while running:
-            ended, running = wait(running, PROGRESS_EVERY_S, FIRST_COMPLETED)
-            for future in ended:
-                future.result()
-            on_progress(sum(rounds), scenario.rounds * len(runs))
+        try:
+            futures = [pool.submit(_run_counted, place, *run) for place, run in enumerate(runs)]
+            running = set(futures)
+            while running:
+                ended, running = wait(running, PROGRESS_EVERY_S, FIRST_COMPLETED)
+                for future in ended:
+                    future.result()
+                on_progress(sum(rounds), scenario.rounds * len(runs))
+        except BaseException:  # the pool would wait for runs that nobody wants
+            for worker in multiprocessing.active_children():
+                worker.kill()
+            raise
     return [future.result() for future in futures]
 
 
