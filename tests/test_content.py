@@ -729,7 +729,7 @@ class Exchanging:
     async def serve(self, enough: float = math.inf) -> None:
         server = ContentServer(self.donor)
         server.is_exchanging = lambda: True
-        server.paced = ("base",)
+        server.paced = {"base"}
 
         async def source(name: str, index: int) -> Body | None:
             return self.body
