@@ -6,6 +6,7 @@ import asyncio
 import gc
 import hashlib
 import logging
+import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -37,7 +38,7 @@ from spes_p2p.messages.refusals import Code
 from spes_p2p.messages.rounds import Manifest
 from spes_p2p.net.limits import limited_line
 from spes_p2p.net.rpc import STALLED_SILENCES, RpcEndpoint, Stream
-from spes_p2p.net.shares import ANSWERS_BITS
+from spes_p2p.net.shares import Shares
 from spes_p2p.net.tasks import end_tasks
 from spes_p2p.peer.checking import Checking
 from spes_p2p.peer.kept_results import KeptResults
@@ -117,7 +118,7 @@ def parts_case(folder: Path) -> Case:
     def serve(endpoint: RpcEndpoint, server: ContentServer) -> Any:
         kept = KeptResults(in_memory_world(MemoryNetwork(), "any"), lambda proposal: PLAN, LAYOUT, CODEC)
         kept.by_plan[PLAN.id] = results
-        return kept.serve(server, lambda peer, plan: True)
+        return kept.serve(server)
 
     content = Content("parts", PLAN.id, lambda index: Piece(results.digests[index], results.parts[index].encoded_bytes))
     return Case(content, {index: bytes(body) for index, body in results.encoded.items()}, serve)
@@ -223,7 +224,7 @@ class Faulty(ContentServer):
     network: MemoryNetwork
     name: str
 
-    async def serve(self, kind: ContentKind, source: Source, peers_at_once: int | None = None) -> None:
+    async def serve(self, kind: ContentKind, source: Source, *options: Any) -> None:
         served = 0
 
         async def faulty(name: str, index: int) -> Body | None:
@@ -232,7 +233,7 @@ class Faulty(ContentServer):
             body = await source(name, index)
             return body if served == 1 and kind not in ("file", "record") else await self.spoil(body)
 
-        await super().serve(kind, faulty, peers_at_once)
+        await super().serve(kind, faulty, *options)
 
     async def spoil(self, body: Body | None) -> Body | None:
         raise NotImplementedError
@@ -280,15 +281,15 @@ class Refusing(Faulty):
 
 
 class Empty(ContentServer):
-    async def serve(self, kind: ContentKind, source: Source, peers_at_once: int | None = None) -> None:
+    async def serve(self, kind: ContentKind, source: Source, *options: Any) -> None:
         async def nothing(name: str, index: int) -> None:
             return None
 
-        await super().serve(kind, nothing, peers_at_once)
+        await super().serve(kind, nothing, *options)
 
 
 class Busy(ContentServer):
-    async def serve(self, kind: ContentKind, source: Source, peers_at_once: int | None = None) -> None:
+    async def serve(self, kind: ContentKind, source: Source, *options: Any) -> None:
         await super().serve(kind, source, 0)
 
 
@@ -462,7 +463,7 @@ def test_a_donor_that_trickles_is_dropped(tmp_path: Path) -> None:
 
 def test_a_busy_donor_is_asked_again_until_it_has_room(case: Case) -> None:
     class FreeLater(ContentServer):
-        async def serve(self, kind: ContentKind, source: Source, peers_at_once: int | None = None) -> None:
+        async def serve(self, kind: ContentKind, source: Source, *options: Any) -> None:
             await super().serve(kind, source, 0)
             self._later = asyncio.ensure_future(self._serve_later(kind, source))
 
@@ -482,11 +483,11 @@ def test_a_busy_donor_is_asked_again_until_it_has_room(case: Case) -> None:
 
 def test_a_donor_with_some_of_the_pieces_gives_those(long_case: Case) -> None:
     class Some(ContentServer):
-        async def serve(self, kind: ContentKind, source: Source, peers_at_once: int | None = None) -> None:
+        async def serve(self, kind: ContentKind, source: Source, *options: Any) -> None:
             async def some(name: str, index: int) -> Body | None:
                 return await source(name, index) if index % 3 == 0 else None
 
-            await super().serve(kind, some, peers_at_once)
+            await super().serve(kind, some, *options)
 
     async def main() -> None:
         place, third = Place(long_case), [index for index in long_case.pieces if index % 3 == 0]
@@ -533,16 +534,15 @@ def test_a_donor_serves_a_few_peers_at_a_time_and_everybody_gets_everything(kind
     limits: list[int] = []
 
     class Counting(ContentServer):
-        async def serve(self, kind: ContentKind, source: Source, peers_at_once: int | None = None) -> None:
+        async def serve(self, kind: ContentKind, source: Source, *options: Any) -> None:
             async def counted(name: str, index: int) -> Body | None:
                 nonlocal most
                 most = max(most, self.uploads(kind))
                 await asyncio.sleep(0.1)
                 return await source(name, index)
 
-            assert peers_at_once is not None
-            limits.append(peers_at_once)
-            await super().serve(kind, counted, peers_at_once)
+            limits.append(options[0])
+            await super().serve(kind, counted, *options)
 
     async def main() -> None:
         place = Place(CASES[kind](tmp_path))
@@ -559,7 +559,7 @@ def test_one_peer_opens_few_requests_at_a_donor_whatever_it_downloads(tmp_path: 
     at_once = most = 0
 
     class Counting(ContentServer):
-        async def serve(self, kind: ContentKind, source: Source, peers_at_once: int | None = None) -> None:
+        async def serve(self, kind: ContentKind, source: Source, *options: Any) -> None:
             async def counted(name: str, index: int) -> Body | None:
                 nonlocal at_once, most
                 at_once += 1
@@ -714,38 +714,86 @@ def test_strangers_that_download_for_ever_keep_out_nobody_whom_the_owner_vouches
     assert simulate(main) > 0.4 * SLOWEST_LINE_BITS / 8
 
 
-def test_strangers_that_are_paced_take_no_places_of_others() -> None:
-    async def main() -> tuple[float, float]:
-        network, clock = MemoryNetwork(latency_s=0.05), asyncio.get_running_loop().time
-        donor, body = RpcEndpoint(network.transport("A"), 5.0), bytes(4 * CHUNK_BYTES)
-        donor.shares.is_known = donor.shares.is_trusted = lambda peer: peer == "member"
-        server = ContentServer(donor)
-        server.is_due["parts"] = lambda peer, plan: peer == "member"
+class Exchanging:
+    """A donor A in an endless exchange, whose line carries `bytes_per_s`, and a content of pieces of one size."""
+
+    def __init__(self, bytes_per_s: float, piece_bytes: int, known: str = ""):
+        self.network, self.body = MemoryNetwork(latency_s=0.05), bytes(piece_bytes)
+        self.network.set_bandwidth("A", bytes_per_s, bytes_per_s)
+        self.donor = RpcEndpoint(self.network.transport("A"), 5.0)
+        self.donor.shares = Shares(5.0, lambda: bytes_per_s)
+        self.donor.shares.is_known = lambda peer: peer in ("vouched", known)
+        self.donor.shares.is_trusted = lambda peer: peer == "vouched"
+        self.content = listed("base", "x", content_digest(self.body) * 10**4, piece_bytes)
+
+    async def serve(self, enough: float = math.inf) -> None:
+        server = ContentServer(self.donor)
+        server.is_exchanging = lambda: True
+        server.paced = {"base"}
 
         async def source(name: str, index: int) -> Body | None:
-            return body
+            return self.body
+
+        await server.serve("base", source, 4, lambda: enough)
+
+    async def download(self, name: str, pieces: int) -> float:
+        """How long it takes."""
+        fetcher, clock = Fetcher(RpcEndpoint(self.network.transport(name), 5.0)), asyncio.get_running_loop().time
+        began = clock()
 
         async def keep(index: int, got: Body) -> None:
             pass
 
-        await server.serve("parts", source, 4)
-        content = listed("parts", "x", content_digest(body) * 10**4, len(body))
+        assert not await fetcher.fetch(self.content, range(pieces), [fetcher.peers(["A"])], keep)
+        return clock() - began
 
-        async def download(name: str, pieces: int) -> None:
-            fetcher = Fetcher(RpcEndpoint(network.transport(name), 5.0))
-            assert not await fetcher.fetch(content, range(pieces), [fetcher.peers(["A"])], keep)
+    def strangers(self, count: int = 4, known: str = "") -> list[asyncio.Task[float]]:
+        """Strangers that download for ever."""
+        names = [known or f"stranger-{number}" for number in range(count)]
+        return [asyncio.create_task(self.download(name, 10**4)) for name in names]
 
-        strangers = [asyncio.ensure_future(download(f"stranger-{number}", 10**4)) for number in range(8)]
+
+@pytest.mark.parametrize("known", ["", "member"])
+@pytest.mark.parametrize("piece_bytes", [4 * CHUNK_BYTES, 2**26], ids=["pieces", "one large piece"])
+def test_downloads_of_strangers_take_a_tenth_of_the_line_during_an_exchange_and_no_places_of_others(
+    piece_bytes: int, known: str
+) -> None:
+    async def main() -> None:
+        case = Exchanging(4e6, piece_bytes, known)
+        await case.serve()
+        strangers = case.strangers(2 if known else 8, known)
         await asyncio.sleep(20.0)
-        began, sent = clock(), donor.sent["parts"]
-        await download("member", 8)
-        took_s = clock() - began
+        assert 0.3e6 < case.donor.sent["base"] / 20.0 < 0.45e6
+        assert await case.download("vouched", 1) < 1.3 * (piece_bytes / 4e6 + 0.2)
         await end_tasks(strangers)
-        return took_s, sent / 20.0
 
-    took_s, bytes_per_s = simulate(main)
-    assert took_s < 1.0
-    assert bytes_per_s < 2 * ANSWERS_BITS / 8
+    simulate(main)
+
+
+@pytest.mark.parametrize("bytes_per_s", [4e6, SLOWEST_LINE_BITS / 8])
+def test_a_newcomer_gives_up_no_donor_for_whose_turns_it_waits_behind_other_strangers(bytes_per_s: float) -> None:
+    async def main() -> float:
+        case = Exchanging(bytes_per_s, 4 * CHUNK_BYTES)
+        await case.serve()
+        strangers = case.strangers(3)
+        await asyncio.sleep(1.0)
+        took_s = await case.download("newcomer", 8)
+        await end_tasks(strangers)
+        return took_s * 0.1 * bytes_per_s / (8 * 4 * CHUNK_BYTES)
+
+    assert simulate(main) < 5.0
+
+
+def test_strangers_that_were_sent_a_base_make_room_for_a_newcomer() -> None:
+    async def main() -> None:
+        case = Exchanging(4e6, 4 * CHUNK_BYTES)
+        await case.serve(enough=16 * 4 * CHUNK_BYTES)
+        strangers = case.strangers(4)
+        await asyncio.sleep(1.0)
+        assert await case.download("newcomer", 16) < 1.2 * (4 + 4) * 16 * 4 * CHUNK_BYTES / 0.4e6
+        await end_tasks(strangers)
+
+    simulate(main)
 
 
 def test_a_request_that_names_a_piece_twice_is_refused(case: Case) -> None:
@@ -766,7 +814,7 @@ def test_who_asks_for_what_is_not_here_gets_no_place_before_others() -> None:
     def ask(peer: str) -> bool:
         """Of one peer at a time; False: busy."""
         try:
-            has_waited = turns.admit(peer, 1, now, lambda peer: False, lambda peer: False)
+            has_waited = turns.admit(peer, 1, now, lambda peer: False)
         except Refused:
             return False
         turns.uploads[peer] = _Upload(now, streams={cast(Stream, object())}, has_waited=has_waited)

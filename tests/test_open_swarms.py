@@ -35,7 +35,7 @@ from spes_p2p.model.layout import Layout
 from spes_p2p.net.rpc import RpcEndpoint, Stream
 from spes_p2p.net.tasks import end_tasks
 from spes_p2p.observe.events import DigestMismatch, PeersSeen, RoundFailed
-from spes_p2p.peer import collecting, coordinator, gathering
+from spes_p2p.peer import collecting, coordinator, gathering, kept_results
 from spes_p2p.peer.attempt import RoundMember
 from spes_p2p.peer.collecting import StagedReports
 from spes_p2p.peer.courtesy import Courtesy
@@ -646,23 +646,55 @@ def test_strangers_that_download_at_a_permitted_speed_keep_no_invited_elector_ou
 
 
 @pytest.mark.long
-def test_strangers_get_results_at_once_only_while_no_exchange_is_under_way() -> None:
-    async def main() -> set[tuple[bool, bool]]:
-        swarm, found = unaudited_swarm("AB", "", layout=WIDE), set[tuple[bool, bool]]()
-        for name in "WAB":
+def test_strangers_that_download_for_ever_slow_rounds_by_little_and_keep_no_newcomer_out() -> None:
+    async def main() -> tuple[float, float]:
+        swarm, clock = unaudited_swarm("AB", "", 2, layout=WIDE), asyncio.get_running_loop().time
+        log = swarm.nodes["W"].log
+        for name in "WABC":
             swarm.network.set_bandwidth(name, 4e6, 4e6)
         for name in "AB":
             swarm.start(name)
-        node, replica = swarm.nodes["A"], swarm.peers["A"].replica
-        await swarm.until(lambda: node.log.round >= 1)
-        while node.log.round < 4:
-            await asyncio.sleep(0.1)
-            for kind in ("plan", "manifests", "parts"):
-                found.add((bool(replica.exchanges.by_plan), node.content.is_due[kind]("stranger", node.log.last.plan)))
-                assert node.content.is_due[kind]("B", node.log.last.plan)
-        return found
 
-    assert simulate(main) == {(True, False), (False, True)}
+        async def until_round(number: int) -> float:
+            await swarm.until(lambda: log.round >= number)
+            return clock()
+
+        async def download(endpoint: RpcEndpoint, donor: str) -> None:
+            while True:
+                try:
+                    async with endpoint.stream(donor, "base") as stream:
+                        await stream.send(pack(PiecesRequest("", tuple(range(16)))))
+                        while await stream.receive_view(Kind.CONTENT) is not None:
+                            pass
+                except (PeerUnreachable, Refused):
+                    await asyncio.sleep(0.1)
+
+        quiet_s = -await until_round(2) + await until_round(5)
+        endpoints = [RpcEndpoint(swarm.network.transport(f"stranger-{number}"), 5.0) for number in range(4)]
+        downloads = [asyncio.ensure_future(download(each, donor)) for each in endpoints for donor in "WAB" * 2]
+        took_s = -await until_round(log.round + 1) + await until_round(log.round + 3)
+        swarm.start("C")
+        began = clock()
+        await swarm.until(lambda: "C" in log.last.members, 60.0)
+        await end_tasks(downloads)
+        return took_s / quiet_s, clock() - began
+
+    slower, joined_s = simulate(main)
+    assert slower < 1.03
+    assert joined_s < 40.0
+
+
+@pytest.mark.parametrize(("rule", "is_paced"), [("open", True), ("friends", False)])
+def test_bases_are_paced_where_strangers_may_come(rule: str, is_paced: bool) -> None:
+    async def main() -> bool:
+        swarm = VirtualSwarm(campaign(admission=rule))
+        swarm.start_bootstrap()
+        content = swarm.nodes["W"].content
+        await swarm.until(lambda: bool(content.paced))
+        assert {*kept_results.KINDS} <= {*content.paced}
+        return "base" in content.paced
+
+    assert simulate(main) == is_paced
 
 
 def test_an_invitation_is_believed_of_whom_the_owner_named_in_it_until_it_expires() -> None:

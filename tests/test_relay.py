@@ -21,7 +21,7 @@ from spes_p2p.messages.content import PiecesRequest
 from spes_p2p.messages.framing import Kind, Message
 from spes_p2p.messages.rounds import Passed
 from spes_p2p.net.rpc import RpcEndpoint
-from spes_p2p.net.shares import ANSWERS_BITS
+from spes_p2p.net.shares import ANSWERS_BITS, Shares
 from spes_p2p.testing.memory_network import MemoryNetwork
 from spes_p2p.testing.virtual_loop import run_virtual
 
@@ -170,6 +170,29 @@ def test_a_member_gets_a_record_at_once_only_once() -> None:
         return clock() - began
 
     assert run_virtual(main()) > 10.0
+
+
+def test_who_has_not_read_the_plan_yet_hands_it_on_at_once_to_as_many_as_it_has_children() -> None:
+    async def main() -> None:
+        network = MemoryNetwork(latency_s=0.05)
+        endpoint = RpcEndpoint(network.transport("C"), 5.0)
+        endpoint.shares = Shares(5.0, lambda: 1e5)
+        endpoint.shares.is_known = lambda peer: False
+        relay, record = Relay(endpoint, Fetcher(endpoint)), random.Random(0).randbytes(10**5)
+        await relay.serve(ContentServer(endpoint))
+        content = single("record", relay.keep(record), hashlib.sha256(record).digest(), len(record))
+        await endpoint.shares.answer("stranger", 2 * len(record))
+
+        async def ask(name: str) -> None:
+            fetcher = Fetcher(RpcEndpoint(network.transport(name), 5.0))
+            await asyncio.wait_for(fetcher.fetch_single(content, [fetcher.peers(["C"])]), 1.0)
+
+        for child in range(FANOUT_LARGE):
+            await ask(f"child {child}")
+        with pytest.raises(asyncio.TimeoutError):
+            await ask("stranger")
+
+    run_virtual(main())
 
 
 def test_a_record_that_nobody_has_is_an_error_after_a_bounded_time() -> None:

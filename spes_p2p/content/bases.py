@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
@@ -77,7 +78,7 @@ class Snapshots:
         self._clock = asyncio.get_running_loop().time
         await endpoint.serve(SNAPSHOT, self._on_snapshot)
         await server.serve("base_hashes", self._digests, MAX_CONCURRENT_UPLOADS)
-        await server.serve("base", self._piece, MAX_CONCURRENT_UPLOADS)
+        await server.serve("base", self._piece, MAX_CONCURRENT_UPLOADS, self._whole)
 
     def publish(self, commit: str, round_number: int, base: np.ndarray, digests: bytes | None = None) -> str:
         """Serve this base, which must not change any more; return its digest. `digests`: of its pieces, if known.
@@ -116,6 +117,10 @@ class Snapshots:
             return None
         # The disk may be slow to give it, and the event loop must not wait for a page.
         return await asyncio.to_thread(base[start : start + PIECE_ELEMENTS].astype("<f4").tobytes)
+
+    def _whole(self) -> float:
+        """Return the bytes of a base: who was sent more downloads for no good reason."""
+        return max((4.0 * info.elements for info in self.infos), default=math.inf)
 
     def _find(self, commit: str) -> tuple[SnapshotInfo, np.ndarray, bytes]:
         if not self._bases:

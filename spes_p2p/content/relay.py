@@ -51,7 +51,7 @@ class Relay:
         """Returns peers that may have the last proposal."""
         self._records: OrderedDict[str, bytes] = OrderedDict()
         self._given: dict[str, set[str]] = {}
-        """By record that is held: members that have got it."""
+        """By record that is held: peers that have asked for it."""
         self._changed = asyncio.Event()
 
     async def serve(self, server: ContentServer) -> None:
@@ -77,7 +77,7 @@ class Relay:
         me, whole = self._endpoint.peer_id, self._compact(kind, record, plan)
         others = [peer for peer in receivers if peer != me]
         sha256, places = from_hex(self.keep(bytes(whole.body))), {peer: i for i, peer in enumerate(others)}
-        copies, children = (FANOUT, FANOUT) if len(whole.body) <= LARGE_BYTES else (1, FANOUT_LARGE)
+        copies, children = _fan_out(len(whole.body))
 
         def message_to(peer: str) -> Message:
             index = places.get(peer, 0)
@@ -125,13 +125,17 @@ class Relay:
         return bytes(await self._fetcher.fetch_single(content, tiers))
 
     def _is_due(self, peer: str, sha256: str) -> bool:
-        """Return whether a peer gets a record at once: once each member, and whom the owner vouches for always."""
+        """Return whether a peer gets a record at once: whom the owner vouches for always, and once each member.
+
+        Also once as many others as this peer may have children: it may not have read the plan that names them, and only the
+        round's members were told the hash.
+        """
         shares, given = self._endpoint.shares, self._given.get(sha256, set())
         if shares.is_trusted(peer):
             return True
-        is_first = shares.is_known(peer) and peer not in given
+        is_new, (_, children) = peer not in given, _fan_out(len(self._records.get(sha256, b"")))
         given.add(peer)
-        return is_first
+        return is_new and (shares.is_known(peer) or sum(not shares.is_known(each) for each in given) <= children)
 
     async def _record(self, sha256: str, index: int) -> Body | None:
         """Return a record to serve; wait a while for one that has not arrived yet."""
@@ -143,6 +147,11 @@ class Relay:
             except asyncio.TimeoutError:
                 raise Refused(Code.NOT_HERE, "this peer lacks the record") from None
         return self._records[sha256] if index == 0 else None
+
+
+def _fan_out(size: int) -> tuple[int, int]:
+    """Return how many receivers get a record of this size from the coordinator, and from each receiver."""
+    return (FANOUT, FANOUT) if size <= LARGE_BYTES else (1, FANOUT_LARGE)
 
 
 def _tier(index: int, copies: int, children: int) -> int:

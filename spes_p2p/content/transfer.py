@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from spes_p2p.config.campaign import SLOWEST_LINE_BITS
@@ -22,6 +23,8 @@ from spes_p2p.net.rpc import STALLED_SILENCES, RpcEndpoint, Stream
 
 CHUNK_BYTES = 2**16
 """Bounds the bytes of a piece in one message, so that progress is visible on slow lines."""
+STRANGERS_BYTES = 2**14
+"""The same of a stranger's download: the messages of a round wait behind few bytes of each."""
 SIZE_BYTES = 8
 REQUESTS_PER_PEER = 2
 """Bounds the concurrent requests of one peer at another, over all downloads."""
@@ -40,9 +43,6 @@ UNEVEN = 4.0
 """It does not where this peer's own line may be the reason: all uploads together have more than such a line, and none is this
 many times faster."""
 
-STRANGERS_TURN_S = 60.0
-"""After this long an upload to a stranger makes room for a waiting peer that the owner vouches for, whatever its speed."""
-
 SLOWEST_BYTES_PER_S = SLOWEST_LINE_BITS / 8
 
 Admit = Callable[[str, str], None]
@@ -53,6 +53,7 @@ class _Upload:
     """What one peer is being served of a kind."""
 
     began_s: float
+    """When it began, later by what it has waited for its turn among strangers."""
     sent: int = 0
     streams: set[Stream] = field(default_factory=set)
     has_waited: bool = False
@@ -72,8 +73,7 @@ class _Upload:
 
 @dataclass
 class _Turns:
-    """Who is being served a kind of content, and who waits: whom the owner vouches for, other members, then others,
-    each in the order of coming.
+    """Who is being served a kind of content, and who waits: members, then others, each in the order of coming.
 
     So whoever began ends first, and then serves others.
     """
@@ -84,20 +84,20 @@ class _Turns:
     given_back: set[str] = field(default_factory=set)
     """Peers whose place was."""
 
-    def admit(
-        self, peer: str, at_once: int, now_s: float, is_known: Callable[[str], bool], is_trusted: Callable[[str], bool]
-    ) -> bool:
-        """Return whether the peer has waited for its turn. Raises Refused (busy) before that, or with too many requests."""
+    def admit(self, peer: str, at_once: int, now_s: float, is_known: Callable[[str], bool], enough: float = math.inf) -> bool:
+        """Return whether the peer has waited for its turn. Raises Refused (busy) before that, or with too many requests.
+
+        `enough`: a peer that was sent more bytes makes room for one that waits.
+        """
         self.uploads = {other: each for other, each in self.uploads.items() if each.streams or each.is_held(now_s)}
         self.waiting = {other: ends_s for other, ends_s in self.waiting.items() if ends_s > now_s}
         if peer in self.uploads:
             if len(self.uploads[peer].streams) >= REQUESTS_PER_PEER:
                 raise self._busy("this one has enough", BUSY_RETRY_S)
             return False
-        mine = is_trusted(peer), is_known(peer)
-        first = [other for other in self.waiting if (is_trusted(other), is_known(other)) >= mine]
+        first = [other for other in self.waiting if is_known(other) >= is_known(peer)]
         before = first.index(peer) if peer in first else len(first)
-        if before < at_once - len(self.uploads) or (before == 0 and self._makes_room(is_trusted(peer), is_trusted, now_s)):
+        if before < at_once - len(self.uploads) or (before == 0 and self._makes_room(now_s, enough)):
             has_waited = self.waiting.pop(peer, None) is not None and peer not in self.given_back
             self.given_back &= self.waiting.keys()
             return has_waited
@@ -112,22 +112,19 @@ class _Turns:
             self.waiting = {peer: now_s + PLACE_RETRIES * BUSY_RETRY_S, **self.waiting}
             self.given_back.add(peer)
 
-    def _makes_room(self, for_trusted: bool, is_trusted: Callable[[str], bool], now_s: float) -> bool:
-        """End the slowest upload if neither a permitted line nor this peer's is as slow; return whether there was one.
+    def _makes_room(self, now_s: float, enough: float) -> bool:
+        """End an upload that had enough, or the slowest if neither a permitted line nor this peer's is as slow.
 
-        `for_trusted`: for a peer that the owner vouches for. One that it does not vouch for ends no upload of one that it does.
+        Return whether there was one.
         """
-        strangers = [peer for peer in self.uploads if not is_trusted(peer)]
-        longest = min(strangers, key=lambda peer: self.uploads[peer].began_s, default=None)
-        if for_trusted and longest is not None and now_s - self.uploads[longest].began_s >= STRANGERS_TURN_S:
-            self._end(longest, "a member goes first")
+        if (had_enough := next((peer for peer, upload in self.uploads.items() if upload.sent > enough), None)) is not None:
+            self._end(had_enough, "others wait")
             return True
         found = ((upload.rate(now_s), peer) for peer, upload in self.uploads.items())
         rates = sorted((rate, peer) for rate, peer in found if rate is not None)
-        slow = [each for each in rates if each[0] < SLOWEST_BYTES_PER_S and (for_trusted or each[1] in strangers)]
-        if not slow:
+        if not rates or rates[0][0] >= SLOWEST_BYTES_PER_S:
             return False
-        (least, slowest), (most, _) = slow[0], rates[-1]
+        (least, slowest), (most, _) = rates[0], rates[-1]
         all_together = len(self.uploads) * sum(rate for rate, _ in rates) / len(rates)
         if all_together >= SLOWEST_BYTES_PER_S and most < UNEVEN * least:
             return False
@@ -149,17 +146,28 @@ class ContentServer:
         self._endpoint = endpoint
         self.admit: dict[ContentKind, Admit] = {}
         """For kinds that not everybody may have: raises Refused for a peer that may not have the content of this name."""
+        self.is_exchanging: Callable[[], bool] = lambda: False
+        """Whether an exchange is under way."""
+        self.paced: Collection[ContentKind] = ()
+        """Kinds of which peers for which the owner does not vouch get a part of the line, all together, during an exchange."""
         self.is_due: dict[ContentKind, Callable[[str, str], bool]] = {}
-        """For kinds of which strangers get a bounded share of the line: whether a peer gets the content of this name at once,
-        instead of in its turn among the long answers to strangers."""
+        """For kinds with another rule: whether a peer gets the content of this name at once, instead of in its turn among the
+        long answers to strangers."""
         self._turns: dict[tuple[ContentKind, bool], _Turns] = {}
-        """By kind, and of kinds in `is_due` for strangers apart: their pace would keep the places of others taken."""
+        """By kind, apart for peers for which the owner vouches: the others' pace would keep their places taken."""
 
-    async def serve(self, kind: ContentKind, source: Source, peers_at_once: int | None = None) -> None:
+    async def serve(
+        self,
+        kind: ContentKind,
+        source: Source,
+        peers_at_once: int | None = None,
+        enough: Callable[[], float] = lambda: math.inf,
+    ) -> None:
         """Start to answer requests for a kind of content.
 
-        `peers_at_once` bounds the peers served at a time, so that uploads leave room for rounds. Others are refused as busy and
-        told how many wait before them; one of those that is too slow makes room.
+        `peers_at_once` bounds the peers served at a time, so that uploads leave room for rounds: as many for which the owner
+        vouches, and as many others. More are refused as busy and told how many wait before them; one that is too slow makes
+        room, or that was sent more than `enough` bytes.
         """
 
         async def answer(stream: Stream) -> None:
@@ -168,12 +176,12 @@ class ContentServer:
                 raise Refused(Code.MALFORMED, "a request that names a piece twice")
             if kind in self.admit:
                 self.admit[kind](stream.remote, request.name)
-            with self._upload(kind, stream, peers_at_once) as upload:
+            with self._upload(kind, stream, peers_at_once, enough()) as upload:
                 for index in request.pieces:
                     body = await stream.alive(source(request.name, index))
                     if body and kind in self.is_due and not self.is_due[kind](stream.remote, request.name):
                         await stream.alive(self._endpoint.shares.answer(stream.remote, len(body)))
-                    await self._send(stream, body, upload)
+                    await self._send(stream, body, upload, kind in self.paced)
 
         await self._endpoint.serve(kind, answer)
 
@@ -183,13 +191,12 @@ class ContentServer:
         return sum(bool(each.streams) for each_turns in turns for each in each_turns.uploads.values())
 
     @contextlib.contextmanager
-    def _upload(self, kind: ContentKind, stream: Stream, peers_at_once: int | None) -> Iterator[_Upload]:
+    def _upload(self, kind: ContentKind, stream: Stream, peers_at_once: int | None, enough: float) -> Iterator[_Upload]:
         """Count an upload while it runs. Raises Refused (busy) at the bound of peers, or of requests by this peer."""
         shares, clock = self._endpoint.shares, asyncio.get_running_loop().time
-        is_apart = kind in self.is_due and not (shares.is_known(stream.remote) or shares.is_trusted(stream.remote))
-        turns, has_waited = self._turns.setdefault((kind, is_apart), _Turns()), False
+        turns, has_waited = self._turns.setdefault((kind, shares.is_trusted(stream.remote)), _Turns()), False
         if peers_at_once is not None:
-            has_waited = turns.admit(stream.remote, peers_at_once, clock(), shares.is_known, shares.is_trusted)
+            has_waited = turns.admit(stream.remote, peers_at_once, clock(), shares.is_known, enough)
         upload = turns.uploads.setdefault(stream.remote, _Upload(clock(), has_waited=has_waited))
         upload.streams.add(stream)
         try:
@@ -204,16 +211,27 @@ class ContentServer:
             if peers_at_once is None and not upload.streams:
                 turns.uploads.pop(stream.remote, None)
 
-    async def _send(self, stream: Stream, body: Body | None, upload: _Upload) -> None:
+    async def _send(self, stream: Stream, body: Body | None, upload: _Upload, is_paced: bool) -> None:
+        """Send a piece. `is_paced`: to strangers, during an exchange, within their part of the line."""
         if body is None:
             await self._unless_stalled(stream, b"")
             return
-        view = memoryview(body)
+        view, shares, start = memoryview(body), self._endpoint.shares, 0
         size = len(view).to_bytes(SIZE_BYTES, "big")
-        for start in range(0, max(1, len(view)), CHUNK_BYTES):
-            chunk = view[start : start + CHUNK_BYTES]
+        while not start or start < len(view):
+            is_stranger = is_paced and not shares.is_trusted(stream.remote)
+            chunk = view[start : start + (STRANGERS_BYTES if is_stranger else CHUNK_BYTES)]
+            if is_stranger and self.is_exchanging():
+                await self._wait_for_turn(stream, len(chunk), upload)
             await self._unless_stalled(stream, *((chunk,) if start else (size, chunk)))
             upload.sent += len(chunk)
+            start += max(1, len(chunk))
+
+    async def _wait_for_turn(self, stream: Stream, size: int, upload: _Upload) -> None:
+        clock = asyncio.get_running_loop().time
+        began_s = clock()
+        await stream.alive(self._endpoint.shares.upload(stream.remote, size))
+        upload.began_s += (clock() - began_s) / max(1, len(upload.streams))
 
     async def _unless_stalled(self, stream: Stream, *chunk: bytes | memoryview) -> None:
         """Send; drop a peer that stays connected but accepts nothing."""

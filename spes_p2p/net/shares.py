@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from spes_p2p.net.limits import Pacer
+from spes_p2p.net.limits import BURST_S, Pacer
 from spes_p2p.net.turns import Turns
 
 STREAMS_PER_PEER = 256
@@ -80,6 +80,8 @@ class Shares:
         self._turns = Turns(OUTSIDERS_BITS, OUTSIDERS_BURST_S)
         self._answer_pace: dict[str, Pacer] = {}
         self._answer_turns = Turns(ANSWERS_BITS, OUTSIDERS_BURST_S, ANSWER_SILENCES * silence_s)
+        self._upload_pace: dict[str, Pacer] = {}
+        self._upload_turns = Turns(ANSWERS_BITS, BURST_S, math.inf)
 
     def enter(self, peer: str) -> Place | None:
         """Count a stream that this peer opened; None when it has too many.
@@ -144,11 +146,21 @@ class Shares:
         """Wait for a stranger's turn to be sent this much. Raises Refused where too much waits."""
         if self.is_known(peer):
             await _pacer(self._member_pace, peer, STRANGE_MEMBER_BITS).let_pass(STREAM_COST)
-        pacer = _pacer(self._answer_pace, peer, ANSWER_BITS)
+        await self._in_turn(self._answer_turns, self._answer_pace, peer, size)
+
+    async def upload(self, peer: str, size: int) -> None:
+        """Wait until a peer for which the owner does not vouch may be sent this much of a download during an exchange.
+
+        Nobody is refused: part of a piece may be sent, and uploads are few.
+        """
+        await self._in_turn(self._upload_turns, self._upload_pace, peer, size)
+
+    async def _in_turn(self, turns: Turns, paces: dict[str, Pacer], peer: str, size: int) -> None:
+        pacer = _pacer(paces, peer, ANSWER_BITS)
         taken_s = min(pacer.taken_s(), OUTSIDERS_BURST_S)
         pacer.take(size)
         thinness = ANSWERS_BITS / 8 / (ANSWERS_SHARE * self._line())
-        await self._answer_turns.wait(math.ceil(size * max(1.0, thinness)), taken_s)
+        await turns.wait(math.ceil(size * max(1.0, thinness)), taken_s)
 
     def _is_full(self, peer: str, size: int) -> bool:
         if self.is_known(peer):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from hashlib import sha256
 
 from spes_p2p.content.fetcher import Fetcher, Tiers
@@ -65,10 +65,8 @@ class KeptResults:
             if results is not None:
                 self.by_plan[results.plan.id] = results
 
-    async def serve(self, server: ContentServer, is_due: Callable[[str, str], bool]) -> None:
-        """Answer requests from now on. `is_due`: see `ContentServer`."""
-        for kind in KINDS:
-            server.is_due[kind] = is_due
+    async def serve(self, server: ContentServer) -> None:
+        """Answer requests from now on."""
         await server.serve("plan", self._plan, MAX_CONCURRENT_UPLOADS)
         await server.serve("manifests", self._manifest, MAX_CONCURRENT_UPLOADS)
         await server.serve("parts", self._part, MAX_CONCURRENT_UPLOADS)

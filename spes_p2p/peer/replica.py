@@ -10,17 +10,20 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import get_args
 
 from spes_p2p.consensus.control import is_rollback
 from spes_p2p.content.fetcher import widening
 from spes_p2p.errors import Refused
 from spes_p2p.messages.consensus import CertifiedCommit, Commit
+from spes_p2p.messages.content import ContentKind
 from spes_p2p.model.layout import Layout
 from spes_p2p.observe.events import Observer, WorkDropped
 from spes_p2p.peer.base_store import BaseStore
 from spes_p2p.peer.exchange import Exchange
 from spes_p2p.peer.exchanges import Exchanges
 from spes_p2p.peer.jumps import Jumps
+from spes_p2p.peer.kept_results import KINDS
 from spes_p2p.peer.newest_base import NewestBase
 from spes_p2p.peer.node import Node
 from spes_p2p.peer.own_work import OwnWork
@@ -121,14 +124,12 @@ class Replica:
     async def start(self) -> None:
         """Serve exchanges, results and bases from now on."""
         await self.exchanges.serve()
-        await self.results.serve(self.node.content, self._gets_results_at_once)
+        content, is_open = self.node.content, self.node.campaign.config.admission == "open"
+        content.is_exchanging = lambda: bool(self.exchanges.by_plan)
+        content.paced = {*get_args(ContentKind)} - {"record"} if is_open else {*KINDS}  # elsewhere joiners are no strangers
+        await self.results.serve(content)
         self.store.snapshots.on_invitation = self.node.see_invitation
-        await self.store.snapshots.serve(self.node.endpoint, self.node.content)
-
-    def _gets_results_at_once(self, peer: str, plan: str) -> bool:
-        """Return whether a peer gets results of the last rounds at once: a stranger only while no exchange is under way."""
-        shares = self.node.endpoint.shares
-        return shares.is_known(peer) or shares.is_trusted(peer) or not self.exchanges.by_plan
+        await self.store.snapshots.serve(self.node.endpoint, content)
 
     async def replay_until(self, round_number: int) -> None:
         """Apply the stored rounds after the stored base up to this one: a checkpoint belongs to the base after it."""
