@@ -142,8 +142,8 @@ def test_joiners_that_come_at_once_are_timed_beside_the_rounds_that_go_on(tmp_pa
     subprocess.run([*command, *small], check=True, stdout=subprocess.DEVNULL)
     found = json.loads((tmp_path / "storm.json").read_text())
     assert 0 < found["base_s_median"] <= found["base_s_last"] < 20
-    assert 5 < found["round_s_before"] <= found["round_s_longest_meanwhile"] < 1.2 * found["round_s_before"]
-    assert found["rounds_meanwhile"] >= 2
+    assert len(found["round_s_meanwhile"]) >= 2
+    assert 5 < found["round_s_before"] <= max(found["round_s_meanwhile"]) < 1.2 * found["round_s_before"]
     assert found["attempts_lost_by_members"] == 0
 
 

@@ -88,12 +88,12 @@ async def storm(arguments: argparse.Namespace) -> dict[str, Any]:
     ordered = sorted(at)
     took = {number: at[number] - at[before] for before, number in pairwise(ordered)}
     usual = statistics.median(took[number] for number in ordered[WARM_UP:] if number <= first)
-    longest = max(took[number] for number in ordered if first < number <= last)
+    meanwhile = [took[number] for number in ordered if first < number <= last]
     waits = [based[name] - began for name in joiners]
     return {
         "base_s_median": round(statistics.median(waits), 1), "base_s_last": round(max(waits), 1),
-        "round_s_before": round(usual, 1), "round_s_longest_meanwhile": round(longest, 1),
-        "longest_over_before": round(longest / usual, 3), "rounds_meanwhile": last - first,
+        "round_s_before": round(usual, 1), "round_s_meanwhile": [round(each, 1) for each in meanwhile],
+        "longest_over_before": round(max(meanwhile) / usual, 3),
         "round_s_after": round(statistics.median(took[number] for number in ordered if number > last), 1),
         "attempts_lost_by_members": lost,
     }
