@@ -38,7 +38,7 @@ from spes_p2p.messages.refusals import Code
 from spes_p2p.messages.rounds import Manifest
 from spes_p2p.net.limits import limited_line
 from spes_p2p.net.rpc import STALLED_SILENCES, RpcEndpoint, Stream
-from spes_p2p.net.shares import Shares
+from spes_p2p.net.shares import ANSWERS_SHARE, Shares
 from spes_p2p.net.tasks import end_tasks
 from spes_p2p.peer.checking import Checking
 from spes_p2p.peer.kept_results import KeptResults
@@ -729,7 +729,7 @@ class Exchanging:
     async def serve(self, enough: float = math.inf) -> None:
         server = ContentServer(self.donor)
         server.is_exchanging = lambda: True
-        server.paced = {"base"}
+        server.paced = {"base": ANSWERS_SHARE}
 
         async def source(name: str, index: int) -> Body | None:
             return self.body

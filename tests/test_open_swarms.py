@@ -33,6 +33,7 @@ from spes_p2p.messages.rounds import Manifest, Report, Stalled
 from spes_p2p.messages.samples import Interval
 from spes_p2p.model.layout import Layout
 from spes_p2p.net.rpc import RpcEndpoint, Stream
+from spes_p2p.net.shares import ANSWERS_SHARE, JOINERS_SHARE
 from spes_p2p.net.tasks import end_tasks
 from spes_p2p.observe.events import DigestMismatch, PeersSeen, RoundFailed
 from spes_p2p.peer import collecting, coordinator, gathering, kept_results
@@ -684,17 +685,17 @@ def test_strangers_that_download_for_ever_slow_rounds_by_little_and_keep_no_newc
     assert joined_s < 40.0
 
 
-@pytest.mark.parametrize(("rule", "is_paced"), [("open", True), ("friends", False)])
-def test_bases_are_paced_where_strangers_may_come(rule: str, is_paced: bool) -> None:
-    async def main() -> bool:
+@pytest.mark.parametrize(("rule", "share"), [("open", ANSWERS_SHARE), ("friends", JOINERS_SHARE)])
+def test_downloads_of_bases_get_a_part_of_the_line_during_an_exchange(rule: str, share: float) -> None:
+    async def main() -> None:
         swarm = VirtualSwarm(campaign(admission=rule))
         swarm.start_bootstrap()
         content = swarm.nodes["W"].content
         await swarm.until(lambda: bool(content.paced))
-        assert {*kept_results.KINDS} <= {*content.paced}
-        return "base" in content.paced
+        assert content.paced["base"] == share
+        assert {content.paced[kind] for kind in kept_results.KINDS} == {ANSWERS_SHARE}
 
-    assert simulate(main) == is_paced
+    simulate(main)
 
 
 def test_an_invitation_is_believed_of_whom_the_owner_named_in_it_until_it_expires() -> None:

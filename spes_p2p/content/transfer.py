@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from spes_p2p.config.campaign import SLOWEST_LINE_BITS
@@ -148,8 +148,8 @@ class ContentServer:
         """For kinds that not everybody may have: raises Refused for a peer that may not have the content of this name."""
         self.is_exchanging: Callable[[], bool] = lambda: False
         """Whether an exchange is under way."""
-        self.paced: Collection[ContentKind] = ()
-        """Kinds of which peers for which the owner does not vouch get a part of the line, all together, during an exchange."""
+        self.paced: Mapping[ContentKind, float] = {}
+        """By kind: the share of the line that all together get during an exchange for which the owner does not vouch."""
         self.is_due: dict[ContentKind, Callable[[str, str], bool]] = {}
         """For kinds with another rule: whether a peer gets the content of this name at once, instead of in its turn among the
         long answers to strangers."""
@@ -181,7 +181,7 @@ class ContentServer:
                     body = await stream.alive(source(request.name, index))
                     if body and kind in self.is_due and not self.is_due[kind](stream.remote, request.name):
                         await stream.alive(self._endpoint.shares.answer(stream.remote, len(body)))
-                    await self._send(stream, body, upload, kind in self.paced)
+                    await self._send(stream, body, upload, self.paced.get(kind))
 
         await self._endpoint.serve(kind, answer)
 
@@ -211,26 +211,26 @@ class ContentServer:
             if peers_at_once is None and not upload.streams:
                 turns.uploads.pop(stream.remote, None)
 
-    async def _send(self, stream: Stream, body: Body | None, upload: _Upload, is_paced: bool) -> None:
-        """Send a piece. `is_paced`: to strangers, during an exchange, within their part of the line."""
+    async def _send(self, stream: Stream, body: Body | None, upload: _Upload, share: float | None) -> None:
+        """Send a piece. `share`: of the line, for all strangers during an exchange; None: all of it."""
         if body is None:
             await self._unless_stalled(stream, b"")
             return
         view, shares, start = memoryview(body), self._endpoint.shares, 0
         size = len(view).to_bytes(SIZE_BYTES, "big")
         while not start or start < len(view):
-            is_stranger = is_paced and not shares.is_trusted(stream.remote)
-            chunk = view[start : start + (STRANGERS_BYTES if is_stranger else CHUNK_BYTES)]
-            if is_stranger and self.is_exchanging():
-                await self._wait_for_turn(stream, len(chunk), upload)
+            is_paced = share is not None and not shares.is_trusted(stream.remote)
+            chunk = view[start : start + (STRANGERS_BYTES if is_paced else CHUNK_BYTES)]
+            if share is not None and is_paced and self.is_exchanging():
+                await self._wait_for_turn(stream, len(chunk), upload, share)
             await self._unless_stalled(stream, *((chunk,) if start else (size, chunk)))
             upload.sent += len(chunk)
             start += max(1, len(chunk))
 
-    async def _wait_for_turn(self, stream: Stream, size: int, upload: _Upload) -> None:
+    async def _wait_for_turn(self, stream: Stream, size: int, upload: _Upload, share: float) -> None:
         clock = asyncio.get_running_loop().time
         began_s = clock()
-        await stream.alive(self._endpoint.shares.upload(stream.remote, size))
+        await stream.alive(self._endpoint.shares.upload(stream.remote, size, share))
         upload.began_s += (clock() - began_s) / max(1, len(upload.streams))
 
     async def _unless_stalled(self, stream: Stream, *chunk: bytes | memoryview) -> None:

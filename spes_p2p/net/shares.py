@@ -42,8 +42,9 @@ ANSWER_BITS, ANSWERS_BITS = 8 * 2**16, 8 * 2**20
 """What one outsider gets of long answers before others go first, and the most that all of them get, in bits a second: pages of
 the log, of records, and milestones. A joiner reads some megabytes of them; without a bound a few short requests took the whole
 line."""
-ANSWERS_SHARE = 0.1
-"""All of them get at most this share of the line, so that a round of which half is exchange takes a twentieth longer."""
+ANSWERS_SHARE, JOINERS_SHARE = 0.1, 0.5
+"""All of them get at most this share of the line, so that a round of which half is exchange takes a twentieth longer; and those
+that join a campaign without strangers get this share for downloads. Of lines above 80 Mbit/s the share counts as of 80."""
 ANSWER_SILENCES = 0.5
 """An answer waits for its turn for at most this many times the longest silence, and is sent in the rest of it."""
 FRAME_COST, STREAM_COST = 2**7, 2**10
@@ -148,19 +149,22 @@ class Shares:
             await _pacer(self._member_pace, peer, STRANGE_MEMBER_BITS).let_pass(STREAM_COST)
         await self._in_turn(self._answer_turns, self._answer_pace, peer, size)
 
-    async def upload(self, peer: str, size: int) -> None:
-        """Wait until a peer for which the owner does not vouch may be sent this much of a download during an exchange.
+    async def upload(self, peer: str, size: int, share: float) -> None:
+        """Wait until a peer may be sent this much of a download during an exchange, of which all such get a share of the line.
 
         Nobody is refused: part of a piece may be sent, and uploads are few.
         """
-        await self._in_turn(self._upload_turns, self._upload_pace, peer, size)
+        await self._in_turn(self._upload_turns, self._upload_pace, peer, size, share)
 
-    async def _in_turn(self, turns: Turns, paces: dict[str, Pacer], peer: str, size: int) -> None:
+    async def _in_turn(
+        self, turns: Turns, paces: dict[str, Pacer], peer: str, size: int, share: float = ANSWERS_SHARE
+    ) -> None:
         pacer = _pacer(paces, peer, ANSWER_BITS)
         taken_s = min(pacer.taken_s(), OUTSIDERS_BURST_S)
         pacer.take(size)
-        thinness = ANSWERS_BITS / 8 / (ANSWERS_SHARE * self._line())
-        await turns.wait(math.ceil(size * max(1.0, thinness)), taken_s)
+        most = ANSWERS_BITS / 8
+        bytes_per_s = share * min(self._line(), most / ANSWERS_SHARE)
+        await turns.wait(math.ceil(size * most / bytes_per_s), taken_s)
 
     def _is_full(self, peer: str, size: int) -> bool:
         if self.is_known(peer):

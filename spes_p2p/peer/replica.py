@@ -18,6 +18,7 @@ from spes_p2p.errors import Refused
 from spes_p2p.messages.consensus import CertifiedCommit, Commit
 from spes_p2p.messages.content import ContentKind
 from spes_p2p.model.layout import Layout
+from spes_p2p.net.shares import ANSWERS_SHARE, JOINERS_SHARE
 from spes_p2p.observe.events import Observer, WorkDropped
 from spes_p2p.peer.base_store import BaseStore
 from spes_p2p.peer.exchange import Exchange
@@ -126,7 +127,9 @@ class Replica:
         await self.exchanges.serve()
         content, is_open = self.node.content, self.node.campaign.config.admission == "open"
         content.is_exchanging = lambda: bool(self.exchanges.by_plan)
-        content.paced = {*get_args(ContentKind)} - {"record"} if is_open else {*KINDS}  # elsewhere joiners are no strangers
+        of_bases = ANSWERS_SHARE if is_open else JOINERS_SHARE
+        paced: dict[ContentKind, float] = {kind: of_bases for kind in get_args(ContentKind) if kind != "record"}
+        content.paced = paced | dict.fromkeys(KINDS, ANSWERS_SHARE)
         await self.results.serve(content)
         self.store.snapshots.on_invitation = self.node.see_invitation
         await self.store.snapshots.serve(self.node.endpoint, content)
