@@ -106,6 +106,16 @@ def test_bandwidth_counts_up_to_a_few_times_the_median_unless_the_owner_vouches(
     assert clamped({"W": announce(bandwidth=claimed), **honest}, chain(""), CAMPAIGN.config)["W"].bandwidth == claimed
 
 
+def test_who_comes_anew_and_has_measured_nothing_counts_for_no_more_than_the_median_of_the_last_rounds_members() -> None:
+    members = {name: announce(bandwidth=1.0) for name in "AB"}
+    new = {f"new-{number}": announce(bandwidth=100.0) for number in range(9)} | {"thin": announce(bandwidth=0.5)}
+    found = clamped(members | new, chain(""), CAMPAIGN.config)
+    assert {found[name].bandwidth for name in members} == {1.0}
+    assert {name: found[name].bandwidth for name in new} == dict.fromkeys(new, 1.0) | {"thin": 0.5}
+    alone = clamped({"A": announce(bandwidth=1e15)} | new, chain(""), CAMPAIGN.config)
+    assert alone["A"].bandwidth == 4 * alone["new-0"].bandwidth == 400.0, "the only one that is left sets no median"
+
+
 def test_strangers_of_an_open_campaign_do_not_move_the_medians() -> None:
     config = campaign(admission="open").config
     invitation = Invitation(CAMPAIGN.hash, "", ("trainer",), 0, b"")

@@ -86,25 +86,34 @@ def clamped(
 ) -> dict[str, Announcement]:
     """Return the announcements with tokens, samples, bandwidths and losses within their bounds. `recent`: see `outstanding`.
 
-    Medians are those of all but the strangers, unless these are alone.
+    Medians are those of all but the strangers, unless these are alone. Who was no member of the last round has measured no
+    line, and counts for no more than the median of those that were, if any are there.
     """
     found = {peer: _with_outstanding(each, outstanding(recent, peer, config.sync.overlap), config)
              for peer, each in announcements.items()}
     helpers, lost = recent[0].helpers, lately_lost(recent) | disputed(recent, announcements, config.admission)
     rule = config.admission
-    known = [each for peer, each in found.items() if standing_of(rule, peer, each.invitation, helpers) != "newcomer"]
-    rates = [each.bandwidth for each in known or found.values() if each.bandwidth > 0]
-    fastest = BANDWIDTH_RATIO * statistics.median_low(rates) if rates else 0.0
-    losses = [each.loss for each in known if each.tokens] or [each.loss for each in found.values() if each.tokens]
+    known = {peer: each for peer, each in found.items() if standing_of(rule, peer, each.invitation, helpers) != "newcomer"}
+    settled = {peer: each for peer, each in known.items() if peer in recent[0].members and each.bandwidth > 0}
+    usual = min(_median(each.bandwidth for each in some.values()) for some in (settled or known or found, known or found))
+    losses = [each.loss for each in known.values() if each.tokens] or [each.loss for each in found.values() if each.tokens]
     highest = LOSS_RATIO * statistics.median_low(losses) if losses else 0.0
     return {
         peer: replace(
             each,
-            bandwidth=min(each.bandwidth, each.bandwidth if peer in helpers else fastest) * (LOST_SHARE if peer in lost else 1),
+            bandwidth=min(
+                each.bandwidth if peer in helpers else usual * (BANDWIDTH_RATIO if peer in settled or not settled else 1),
+                each.bandwidth,
+            ) * (LOST_SHARE if peer in lost else 1),
             loss=min(each.loss, highest),
         )
         for peer, each in found.items()
     }
+
+
+def _median(rates: Iterable[float]) -> float:
+    able = [rate for rate in rates if rate > 0]
+    return statistics.median_low(able) if able else 0.0
 
 
 def bounded_strangers(members: Sequence[Member]) -> tuple[Member, ...]:
