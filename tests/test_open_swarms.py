@@ -19,6 +19,7 @@ from spes_p2p.consensus.output import Identity
 from spes_p2p.consensus.reform import is_reform
 from spes_p2p.consensus.signed import sign
 from spes_p2p.content.relay import Relay
+from spes_p2p.content.transfer import CHUNK_BYTES, SIZE_BYTES
 from spes_p2p.data.slices import MAX_RETURNED
 from spes_p2p.errors import PeerUnreachable, Refused, UserError
 from spes_p2p.messages.admission import Invitation
@@ -26,7 +27,7 @@ from spes_p2p.messages.codec import pack
 from spes_p2p.messages.consensus import Commit, Control, Leave, Signed
 from spes_p2p.messages.content import PiecesRequest, SnapshotInfo
 from spes_p2p.messages.fields import MAX_EXPERTS
-from spes_p2p.messages.framing import Kind
+from spes_p2p.messages.framing import MAX_FRAME_BYTES, Kind
 from spes_p2p.messages.methods import LEAVE, ROUND, SNAPSHOT
 from spes_p2p.messages.refusals import Code
 from spes_p2p.messages.rounds import Manifest, Report, Stalled
@@ -683,6 +684,44 @@ def test_strangers_that_download_for_ever_slow_rounds_by_little_and_keep_no_newc
     slower, joined_s = simulate(main)
     assert slower < 1.03
     assert joined_s < 40.0
+
+
+@pytest.mark.long
+def test_strangers_whose_records_are_said_to_be_long_and_come_slowly_keep_nobody_out() -> None:
+    async def main() -> None:
+        swarm, strangers = unaudited_swarm("ABC", "", 2), "PQRS"
+        for name in "AB" + strangers:
+            swarm.start(name)
+        log = swarm.nodes["W"].log
+        await swarm.until(lambda: log.round >= 2 and set(strangers) <= set(log.last.members))
+
+        async def trickle(stream: Stream) -> None:
+            """Never slow enough to be late."""
+            await stream.message()
+            head = (MAX_FRAME_BYTES.to_bytes(SIZE_BYTES, "big"),)
+            for at in range(0, MAX_FRAME_BYTES, CHUNK_BYTES):
+                await stream.send(*(() if at else head), bytes(CHUNK_BYTES), kind=Kind.CONTENT)
+                await asyncio.sleep(0.9)
+
+        for name in strangers:
+            for kind in ("plan", "manifests"):
+                await swarm.nodes[name].endpoint.serve(kind, trickle)
+
+        async def is_heard_within(name: str, limit_s: float) -> None:
+            """Wait for a round with this peer's work."""
+            round_now = log.round
+            await swarm.until(lambda: any(
+                name in {each.commit.members[i] for i in each.commit.heard} for each in log.since(round_now)
+            ), limit_s)
+
+        swarm.start("C")
+        await is_heard_within("C", 60.0)
+        swarm.network.partition("B")
+        await asyncio.sleep(20.0)
+        swarm.network.heal()
+        await is_heard_within("B", 60.0)
+
+    simulate(main)
 
 
 @pytest.mark.parametrize(("rule", "share"), [("open", ANSWERS_SHARE), ("friends", JOINERS_SHARE)])

@@ -112,8 +112,9 @@ class Relay:
         """Return the bytes of a proposal, fetched unless they are here."""
         known = self.proposal(plan)
         if known is None:
-            content, donors = single("plan", plan, from_hex(plan), MAX_FRAME_BYTES), list(self.donors())[:MAX_ASKED]
-            tiers = [self._fetcher.peers(each) for each in (donors, [coordinator]) if each]
+            content, is_trusted = single("plan", plan, from_hex(plan), MAX_FRAME_BYTES), self._endpoint.shares.is_trusted
+            donors = sorted(self.donors(), key=lambda peer: not is_trusted(peer))[:MAX_ASKED]
+            tiers = [*self._fetcher.vouched_first(donors), self._fetcher.peers([coordinator])]
             known = bytes(await self._fetcher.fetch_single(content, tiers))
         return known
 

@@ -266,7 +266,8 @@ class Replica:
         keep = others & (members if missed <= KEPT_ROUNDS else set(commit.helpers))
         peers = sorted((others | members) - {self.node.peer_id})
         self.node.world.rng.shuffle(peers)
-        for some in widening(sorted(peers, key=lambda peer: peer not in keep)):
+        is_trusted = self.node.endpoint.shares.is_trusted
+        for some in widening(sorted(peers, key=lambda peer: (peer not in keep, not is_trusted(peer)))):
             results = await self.results.complete(commit, self.node.fetcher, some)
             if results is not None:
                 return results
