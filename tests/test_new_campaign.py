@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import re
 from pathlib import Path
 
@@ -10,6 +12,7 @@ import yaml
 from network_swarm import LOOPBACK, LocalPeers, call
 from sample_text import CONFIGS, TEXT
 
+from spes_p2p.campaign import init
 from spes_p2p.campaign.answers import SIZES, Answers, make_schedule
 from spes_p2p.campaign.campaign_yaml import campaign_yaml
 from spes_p2p.campaign.init import ask, make_campaign
@@ -17,6 +20,7 @@ from spes_p2p.campaign.plan_table import describe_size
 from spes_p2p.config.campaign import parse_campaign_config
 from spes_p2p.config.quantities import parse_bits_per_second
 from spes_p2p.data.manifest import read_manifest
+from spes_p2p.errors import UserError
 
 WORDNET = str(TEXT / "train/wordnet.jsonl")
 HELD_OUT = str(TEXT / "held_out/wordnet.jsonl")
@@ -148,6 +152,18 @@ def test_held_out_documents_that_are_trained_on_are_counted_and_refused_if_there
     assert not (tmp_path / "b").exists()
     clean = call("init", str(tmp_path / "c"), "--text", WORDNET, "--held-out", HELD_OUT, "--tokenizer", TOKENIZER)
     assert (clean.code, clean.stderr) == (0, "")
+
+
+def test_a_disk_that_is_full_once_the_tokenizer_is_trained_is_one_line_and_leaves_nothing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def full(path: Path, content: bytes) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+    monkeypatch.setattr(init, "write_whole", full)
+    with pytest.raises(UserError, match=r"/c: cannot be written \(No space left on device\); choose another folder$"):
+        make_campaign(Answers(tmp_path / "c", "c", "tiny", (Path(WORDNET),), (), 300, 2, 1.0))
+    assert not (tmp_path / "c").exists()
 
 
 def test_files_that_a_shell_lists_after_an_option_need_the_option_again(tmp_path: Path) -> None:

@@ -62,7 +62,7 @@ def make_campaign(answers: Answers, on_progress: Callable[[Progress], None] = la
         folder.mkdir(parents=True, exist_ok=True)
         tokenizer = folder / TOKENIZER_JSON
         if isinstance(answers.tokenizer, int):
-            train_tokenizer(_text_of_all(answers), answers.tokenizer).save(str(tokenizer), pretty=False)
+            write_whole(tokenizer, train_tokenizer(_text_of_all(answers), answers.tokenizer).to_str().encode())
         else:
             write_whole(tokenizer, answers.tokenizer.read_bytes())
         if answers.start is not None:
