@@ -11,6 +11,7 @@ import pytest
 from network_swarm import LOOPBACK, LocalPeer, LocalPeers, call
 
 from spes_p2p.client.doctor_checks import (
+    SET_THE_CLOCK,
     Check,
     judge_bandwidth,
     judge_clock,
@@ -23,6 +24,7 @@ from spes_p2p.client.doctor_checks import (
 )
 from spes_p2p.messages.methods import OLDEST_PROTOCOL, PROTOCOL_VERSION
 from spes_p2p.messages.presence import Clock, DialBack
+from spes_p2p.net import dht
 from spes_p2p.net.checkup import Skew
 
 CLOCK = Clock(0.0, "0.1.0", PROTOCOL_VERSION)
@@ -71,6 +73,12 @@ def test_only_a_protocol_that_is_not_spoken_any_more_is_a_failure() -> None:
 def test_addresses_lead_to_one_dht_when_each_sees_the_peers_of_all(seen: Any, result: str, words: str) -> None:
     check = judge_dht(seen)
     assert (check.result, words in check.found) == (result, True), check
+
+
+def test_an_address_is_not_to_blame_for_a_wrong_clock() -> None:
+    wrong = dht._not_admitted([B], "peer local time is 9 s ahead")
+    assert judge_dht({A: frozenset("A"), B: wrong}).advice == SET_THE_CLOCK
+    assert judge_dht({A: wrong, B: "no peer answers"}).advice.startswith("omit this address")
 
 
 @pytest.mark.parametrize(("answers", "relays", "result", "words"), [

@@ -82,7 +82,9 @@ def judge_dht(seen: Mapping[str, frozenset[str] | str]) -> Check:
     values = {address: sorted(peers) if isinstance(peers, frozenset) else peers for address, peers in seen.items()}
     broken = [f"{address}: {why}" for address, why in seen.items() if isinstance(why, str)]
     if broken:
-        return Check("dht", "failure", "; ".join(broken), "omit this address, or have its peer fixed", values)
+        is_clock = all("set the clock" in why for why in seen.values() if isinstance(why, str))
+        advice = SET_THE_CLOCK if is_clock else "omit this address, or have its peer fixed"
+        return Check("dht", "failure", "; ".join(broken), advice, values)
     sets = [peers for peers in seen.values() if isinstance(peers, frozenset)]
     everybody = frozenset().union(*sets)
     if not everybody:

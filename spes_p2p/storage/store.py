@@ -116,11 +116,11 @@ class DirectoryStore:
         self.write(name, map(frame_record, records))
 
     def records(self, name: str) -> list[bytes]:
-        """Return all whole records of a log, in order; a torn tail is dropped."""
+        """Return all whole records of a log, in order, up to the first damaged or torn one."""
         content = self._log_content(name)
         torn = len(content) - _whole_bytes(content)
         if torn:
-            logger.warning("%s: dropped %d bytes of an unfinished record at the end", self._file(name), torn)
+            logger.warning("%s: dropped %d bytes from a damaged or unfinished record on", self._file(name), torn)
         return parse_records(content)
 
     def delete(self, name: str) -> None:
