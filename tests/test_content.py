@@ -20,7 +20,14 @@ from exchange_round import LAYOUT, PART_BYTES, make_plan_of, member
 
 from spes_p2p.config.campaign import SLOWEST_LINE_BITS
 from spes_p2p.content.bases import Snapshots
-from spes_p2p.content.fetcher import BUSY_PATIENCE_S, EMPTY_REQUESTS, LATE_SILENCES, VISITORS_PATIENCE_S, Fetcher
+from spes_p2p.content.fetcher import (
+    BUSY_PATIENCE_S,
+    EMPTY_REQUESTS,
+    LATE_BYTES_PER_S,
+    LATE_SILENCES,
+    VISITORS_PATIENCE_S,
+    Fetcher,
+)
 from spes_p2p.content.files import serve_files
 from spes_p2p.content.pieces import Body, Content, Delivery, Piece, Source, listed, single
 from spes_p2p.content.relay import Relay
@@ -207,9 +214,14 @@ class Place:
         self.asked[name] = []
         await self.case.serve(endpoint, made)
 
-    async def fetch(self, *tiers: str, wanted: list[int] | None = None, name: str = "me") -> list[int]:
-        """Each tier is a string of one-letter names; returns what did not arrive."""
-        fetcher = Fetcher(RpcEndpoint(self.network.transport(name), SILENCE_S))
+    async def fetch(
+        self, *tiers: str, wanted: list[int] | None = None, name: str = "me", vouched: str | None = None
+    ) -> list[int]:
+        """Each tier is a string of one-letter names; returns what did not arrive. `vouched`: for whom the owner vouches."""
+        endpoint = RpcEndpoint(self.network.transport(name), SILENCE_S)
+        if vouched is not None:
+            endpoint.shares.is_trusted = lambda peer: peer in vouched
+        fetcher = Fetcher(endpoint)
 
         async def keep(index: int, body: Body) -> None:
             self.arrived[index] = bytes(body)
@@ -435,6 +447,33 @@ def test_a_slow_donor_holds_up_nobody_in_the_end(tmp_path: Path) -> None:
         assert await place.fetch("AB") == []
         assert place.arrived == place.case.pieces
         assert now() - began < STALLED_S, "A alone needs two minutes for its first request"
+
+    simulate(main)
+
+
+def test_a_slow_donor_of_an_earlier_tier_holds_up_no_later_one(tmp_path: Path) -> None:
+    async def main() -> None:
+        place = Place(base_case(tmp_path))
+        await place.donor("A", bytes_per_s=30_000)
+        await place.donor("B")
+        began = now()
+        assert await place.fetch("A", "B") == []
+        assert now() - began < STALLED_S
+
+    simulate(main)
+
+
+def test_strangers_that_are_never_late_neither_take_the_places_of_others_nor_hold_up_the_end(tmp_path: Path) -> None:
+    """All eight places, at a rate that is just not late, and then all that is left."""
+
+    async def main() -> None:
+        place, strangers = Place(base_case(tmp_path)), "abcdefgh"
+        for name in strangers:
+            await place.donor(name, bytes_per_s=1.1 * LATE_BYTES_PER_S)
+        await place.donor("B")
+        began = now()
+        assert await place.fetch(strangers + "B", vouched="B") == []
+        assert now() - began < SILENCE_S
 
     simulate(main)
 

@@ -18,6 +18,7 @@ from spes_p2p.consensus.electorate import coordinator_order
 from spes_p2p.consensus.output import Identity
 from spes_p2p.consensus.reform import is_reform
 from spes_p2p.consensus.signed import sign
+from spes_p2p.content import relay
 from spes_p2p.content.relay import Relay
 from spes_p2p.content.transfer import CHUNK_BYTES, SIZE_BYTES
 from spes_p2p.data.slices import MAX_RETURNED
@@ -351,8 +352,8 @@ def test_nobody_known_waits_for_a_stranger_that_hands_on_a_record(monkeypatch: p
         await swarm.until(lambda: swarm.round_of("Y") >= 2, 400)
 
     simulate(main)
-    assert {order[3:] for kind, order in orders if kind == Kind.PROPOSAL and len(order) == 6} == {"ABC"}
-    assert {order[3:] for kind, order in orders if kind == Kind.DECIDED and len(order) == 6} == {"ABC"}
+    assert {frozenset(order[3:]) for kind, order in orders if kind == Kind.PROPOSAL and len(order) == 6} == {frozenset("ABC")}
+    assert {frozenset(order[3:]) for kind, order in orders if kind == Kind.DECIDED and len(order) == 6} == {frozenset("ABC")}
 
 
 class Announces(Tamper):
@@ -720,6 +721,41 @@ def test_strangers_whose_records_are_said_to_be_long_and_come_slowly_keep_nobody
         await asyncio.sleep(20.0)
         swarm.network.heal()
         await is_heard_within("B", 60.0)
+
+    simulate(main)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("does_trickle", [False, True])
+def test_strangers_that_keep_records_to_themselves_are_noticed_before_those_behind_them_are_kept_out(
+    does_trickle: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Records count as large, so that nine members have the tree of dozens, in which the liars come first by their names."""
+    monkeypatch.setattr(relay, "LARGE_BYTES", 0)
+
+    async def main() -> None:
+        swarm, honest, liars = unaudited_swarm("AB", "", 2), "HIJ", "CDE"
+        for name in "AB" + liars + honest:
+            swarm.start(name)
+        log = swarm.nodes["W"].log
+        await swarm.until(lambda: log.round >= 3 and set(liars + honest) <= set(log.last.members))
+
+        async def keep(stream: Stream) -> None:
+            await stream.message()
+            head = (MAX_FRAME_BYTES.to_bytes(SIZE_BYTES, "big"),)
+            for at in range(0, MAX_FRAME_BYTES if does_trickle else 0, 2600):
+                await stream.send(*(() if at else head), bytes(2600), kind=Kind.CONTENT)
+                await asyncio.sleep(2.0)
+            await asyncio.sleep(60.0)
+
+        for name in liars:
+            await swarm.nodes[name].endpoint.serve("record", keep)
+        began = log.round
+        await swarm.until(lambda: log.round >= began + 8)
+        first = [{each.commit.members[i] for i in each.commit.heard} for each in log.since(began)][:3]
+        assert all(set(honest) <= heard for heard in first)
+        kept = {name for name in liars + honest for at in "ABW" if not swarm.nodes[at].relay.hands_on(name)}
+        assert kept == set(liars), "they get no children any more"
 
     simulate(main)
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from bisect import insort
 from collections.abc import Iterable, Iterator, Sequence, Set
 from weakref import WeakValueDictionary
@@ -36,6 +37,8 @@ logger = logging.getLogger(__name__)
 
 MAX_CONCURRENT_DONORS = 8
 """Bounds a download's connections and their receive buffers; late requests do not count."""
+CLOCK_S = 1e-3
+"""Shorter times are none."""
 TELL_EVERY_S = 10.0
 """Say after this long that all donors are busy, and again."""
 BUSY_PATIENCE_S, VISITORS_PATIENCE_S = 120.0, 3600.0
@@ -45,8 +48,9 @@ EMPTY_REQUESTS = 4
 """Drop a donor after this many consecutive requests that gave no piece."""
 MIN_BYTES_PER_S = 2**10
 """Drop donors below this rate: eight of them are slower than any usable link."""
-LATE_SILENCES, LATE_BYTES_PER_S = 0.25, 2**16
-"""A request is late when nothing arrives for this fraction of `silence_s`, or below this mean rate."""
+LATE_SILENCES, LATE_BYTES_PER_S, MUCH_SLOWER = 0.25, 2**16, 8.0
+"""A request is late when nothing arrives for this fraction of `silence_s`, or below this mean rate, or at so many times less
+than the fastest request of the same download."""
 
 FIRST_ASKED, WIDENING = 16, 4
 """Ask this many peers for what many have, then this many times more, until somebody has it."""
@@ -84,19 +88,13 @@ class Fetcher:
         return LATE_SILENCES * self._endpoint.silence_s
 
     def peers(self, names: Iterable[str]) -> list[Donor]:
-        """Return these peers as donors, without duplicates; peers that are believed lost come last."""
-        now, detector = asyncio.get_running_loop().time(), self._endpoint.detector
-        ordered = sorted(dict.fromkeys(names), key=lambda name: detector.is_lost(name, now))
-        return [PeerDonor(self._endpoint, name) for name in ordered]
+        """Return these peers as donors, without duplicates: those first for which the owner vouches, believed lost ones last.
 
-    def vouched_first(self, names: Iterable[str]) -> Tiers:
-        """Return these peers as donors, in a tier of their own those for which the owner vouches.
-
-        For records whose length only the donor knows: a liar may say that it is long, send slowly, and is found out at its end.
+        Strangers could give just fast enough, and of records whose length only the donor knows, what is none in the end.
         """
-        donors, is_trusted = self.peers(names), self._endpoint.shares.is_trusted
-        tiers = [[each for each in donors if is_trusted(each.name) == trusted] for trusted in (True, False)]
-        return [tier for tier in tiers if tier]
+        now, detector, is_trusted = asyncio.get_running_loop().time(), self._endpoint.detector, self._endpoint.shares.is_trusted
+        ordered = sorted(dict.fromkeys(names), key=lambda name: (detector.is_lost(name, now), not is_trusted(name)))
+        return [PeerDonor(self._endpoint, name) for name in ordered]
 
     async def fetch(self, content: Content, wanted: Iterable[int], donors: Tiers, keep: Keep) -> list[int]:
         """Download these pieces into `keep`; return the indices that no donor gave.
@@ -129,14 +127,14 @@ class _Request:
         self.given, self.bytes = 0, 0
         self.retry_s: float | None = None
         """Set when the donor is busy: seconds until it may be asked again."""
-        self._download, self._donor, self._batch = download, donor, batch
+        self._download, self.donor, self._batch = download, donor, batch
         self._clock = asyncio.get_running_loop().time
         self._began_at = self._moved_at = self._clock()
 
     async def run(self) -> None:
         """Wait for the whole batch. Raises PeerUnreachable (also for a stalled donor), Refused, WireError, BadPiece."""
-        stalled_s = self._donor.patience_s or self._download.fetcher.stalled_s
-        giving = asyncio.ensure_future(self._donor.give(self._download.content, self._batch, self))
+        stalled_s = self.donor.patience_s or self._download.fetcher.stalled_s
+        giving = asyncio.ensure_future(self.donor.give(self._download.content, self._batch, self))
         try:
             while not giving.done():
                 left_s = self._due_at(stalled_s, MIN_BYTES_PER_S) - self._clock()
@@ -149,7 +147,21 @@ class _Request:
 
     def is_late(self) -> bool:
         """Return whether the request is slow enough to be duplicated at another donor."""
-        return self._clock() >= self._due_at(self._download.fetcher.late_s, LATE_BYTES_PER_S)
+        if self.donor.patience_s is not None:
+            return self.patience_left_s <= CLOCK_S
+        return self._clock() >= self._due_at(
+            self._download.fetcher.late_s, max(LATE_BYTES_PER_S, self._download.fastest / MUCH_SLOWER)
+        )
+
+    @property
+    def patience_left_s(self) -> float:
+        """Seconds until a request to a donor with its own patience is late."""
+        return math.inf if self.donor.patience_s is None else self._began_at + self.donor.patience_s - self._clock()
+
+    @property
+    def bytes_per_s(self) -> float:
+        """Mean rate so far."""
+        return self.bytes / max(1e-3, self._clock() - self._began_at)
 
     def count(self, size: int) -> None:
         """Record the arrival of `size` bytes."""
@@ -161,7 +173,7 @@ class _Request:
         """Pass on a piece; None: the donor lacks it. Raises BadPiece."""
         self.pending.discard(index)
         self.given += body is not None
-        await self._download.take(self._donor, index, body)
+        await self._download.take(self.donor, index, body)
 
     def _due_at(self, silent_s: float, bytes_per_s: float) -> float:
         """Return the deadline for the next bytes: the end of a silence, or when the mean rate falls below the bound."""
@@ -184,6 +196,8 @@ class _Download:
         self._empty: dict[str, int] = {}
         """Consecutive requests that gave no piece, by donor."""
         self._requests: set[_Request] = set()
+        self.fastest = 0.0
+        """Bytes per second of the fastest request that is done."""
         self._changed = asyncio.Event()
         self._told_at = asyncio.get_running_loop().time()
 
@@ -262,6 +276,7 @@ class _Download:
         self._requests.add(request)
         try:
             await request.run()
+            self.fastest = max(self.fastest, request.bytes_per_s)
         except (PeerUnreachable, Refused, WireError, BadPiece) as error:
             if isinstance(error, Refused) and error.code is Code.BUSY:
                 self._busy.add(donor.name)
@@ -286,10 +301,10 @@ class _Download:
             logger.info("waiting for a turn to download %s: %s says that %s", self.content.kind, donor.name[-6:], error)
 
     def _batch_for(self, donor: Donor, tier: int, under_way: Set[int] | None) -> list[int]:
-        """Return the next pieces that are not in flight and that no available donor of an earlier tier can give."""
+        """Return the next pieces that are not in flight and that no available donor of an earlier tier can give in time."""
         if under_way is None:
             return []
-        unavailable = self._dropped | self._busy
+        unavailable = self._dropped | self._busy | {request.donor.name for request in self._requests if request.is_late()}
         before = [other.name for earlier in self._tiers[:tier] for other in earlier if other.name not in unavailable]
         batch = []
         for index in self._missing:
@@ -312,7 +327,8 @@ class _Download:
 
     async def _wait_for_change(self) -> None:
         """Wait until a request makes progress, or may have become late."""
+        left_s = [request.patience_left_s for request in self._requests if not request.is_late()]
         try:
-            await asyncio.wait_for(self._changed.wait(), self.fetcher.late_s)
+            await asyncio.wait_for(self._changed.wait(), min([self.fetcher.late_s, *left_s]))
         except asyncio.TimeoutError:
             return

@@ -30,6 +30,10 @@ instead of one would save some 0.1 s (docs/scaling.md), and double what the coor
 TIER_SILENCES = 0.2
 """Wait for a parent for `silence_s`, and this share of it longer for each tier above: a member whose parent keeps the record to
 itself gets it from the coordinator, and its own children should not ask there, too."""
+STRANGERS_SILENCES = 0.25
+"""Wait for a parent for which the owner does not vouch for this share of `silence_s` instead: reducers wait hardly longer."""
+LEAF_S = 600.0
+"""A stranger whose child had to ask the coordinator for a record gets no children from it for so long."""
 WAIT_SILENCES = 3.2
 """Keep a child waiting for this many times `silence_s`: the last of MAX_MEMBERS wait for 2.8."""
 KEPT_RECORDS = 4
@@ -52,7 +56,15 @@ class Relay:
         self._records: OrderedDict[str, bytes] = OrderedDict()
         self._given: dict[str, set[str]] = {}
         """By record that is held: peers that have asked for it."""
+        self._parents: dict[str, dict[str, str]] = {}
+        """By record that this peer sent as coordinator: the parent of each peer that was told one."""
+        self._kept_to_themselves: dict[str, float] = {}
+        """Loop time until which a parent counts as one whose children had to come here."""
         self._changed = asyncio.Event()
+
+    def hands_on(self, peer: str) -> bool:
+        """Return whether no child of this peer lately had to ask here for a record that the peer should have handed on."""
+        return self._kept_to_themselves.get(peer, 0.0) <= asyncio.get_running_loop().time()
 
     async def serve(self, server: ContentServer) -> None:
         """Start to serve records, without a bound on peers: records are small and a member has few children."""
@@ -65,7 +77,9 @@ class Relay:
         self._records[sha256] = record
         self._given.setdefault(sha256, set())
         while len(self._records) > KEPT_RECORDS:
-            del self._given[self._records.popitem(last=False)[0]]
+            oldest, _ = self._records.popitem(last=False)
+            del self._given[oldest]
+            self._parents.pop(oldest, None)
         self._changed.set()
         return sha256
 
@@ -78,12 +92,14 @@ class Relay:
         others = [peer for peer in receivers if peer != me]
         sha256, places = from_hex(self.keep(bytes(whole.body))), {peer: i for i, peer in enumerate(others)}
         copies, children = _fan_out(len(whole.body))
+        parents = self._parents.setdefault(sha256.hex(), {})
 
         def message_to(peer: str) -> Message:
             index = places.get(peer, 0)
             if index < copies:
                 return whole
             parent = (index - copies) // children
+            parents[peer] = others[parent]
             return Message(pack(Passed(whole.kind, sha256, others[parent], _tier(parent, copies, children))), Kind.PASSED)
 
         return message_to
@@ -114,14 +130,15 @@ class Relay:
         if known is None:
             content, is_trusted = single("plan", plan, from_hex(plan), MAX_FRAME_BYTES), self._endpoint.shares.is_trusted
             donors = sorted(self.donors(), key=lambda peer: not is_trusted(peer))[:MAX_ASKED]
-            tiers = [*self._fetcher.vouched_first(donors), self._fetcher.peers([coordinator])]
+            tiers = [self._fetcher.peers(each) for each in (donors, [coordinator]) if each]
             known = bytes(await self._fetcher.fetch_single(content, tiers))
         return known
 
     async def _fetch(self, passed: Passed, coordinator: str) -> bytes:
         """Fetch from the parent, which waits for the record itself, or else from the coordinator."""
         content = single("record", passed.sha256.hex(), passed.sha256, MAX_FRAME_BYTES)
-        patience_s = (1 + TIER_SILENCES * passed.tier) * self._endpoint.silence_s
+        silences = 1.0 if self._endpoint.shares.is_trusted(passed.parent) else STRANGERS_SILENCES
+        patience_s = silences * (1 + TIER_SILENCES * passed.tier) * self._endpoint.silence_s
         tiers = [PeerDonor(self._endpoint, passed.parent, patience_s)], [PeerDonor(self._endpoint, coordinator)]
         return bytes(await self._fetcher.fetch_single(content, tiers))
 
@@ -132,11 +149,18 @@ class Relay:
         round's members were told the hash.
         """
         shares, given = self._endpoint.shares, self._given.get(sha256, set())
+        if (parent := self._parents.get(sha256, {}).get(peer)) is not None:
+            self._note_kept(parent)
         if shares.is_trusted(peer):
             return True
         is_new, (_, children) = peer not in given, _fan_out(len(self._records.get(sha256, b"")))
         given.add(peer)
         return is_new and (shares.is_known(peer) or sum(not shares.is_known(each) for each in given) <= children)
+
+    def _note_kept(self, parent: str) -> None:
+        now = asyncio.get_running_loop().time()
+        self._kept_to_themselves = {peer: until for peer, until in self._kept_to_themselves.items() if until > now}
+        self._kept_to_themselves[parent] = now + LEAF_S
 
     async def _record(self, sha256: str, index: int) -> Body | None:
         """Return a record to serve; wait a while for one that has not arrived yet."""

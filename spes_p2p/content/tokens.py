@@ -118,9 +118,11 @@ class TokenLibrary:
         return await self._fetcher.fetch(content, missing, [*self._donors(), [_AtUrl(self._urls, file, self._run)]], keep)
 
     def _donors(self) -> list[list[Donor]]:
-        """Return tiers of donors: TRAINERS_ASKED trainers, then all helpers, in random order."""
-        trainers, helpers = (self._rng.sample(list(group), len(group)) for group in self._sources())
-        return [self._fetcher.peers(trainers[:TRAINERS_ASKED]), self._fetcher.peers(helpers)]
+        """Return tiers of donors: TRAINERS_ASKED random trainers, of whom the owner vouches for one, then all helpers."""
+        trainers, helpers = (self._fetcher.peers(self._rng.sample(list(group), len(group))) for group in self._sources())
+        one = trainers[:1]  # `peers` puts those first for which the owner vouches
+        others = self._rng.sample(trainers[1:], min(TRAINERS_ASKED - 1, len(trainers[1:])))
+        return [one + others, helpers]
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ from spes_p2p.rounds.claims import STRANGERS_BYTES, longest_of_stranger, outstan
 from spes_p2p.rounds.commit import make_commit
 from spes_p2p.rounds.merge import Donors, nearest_experts
 from spes_p2p.rounds.plan import alpha_due, crowded_out, standings_of
-from spes_p2p.rounds.planned import Plan
+from spes_p2p.rounds.planned import Member, Plan
 from spes_p2p.rounds.results import Results
 
 logger = logging.getLogger(__name__)
@@ -61,6 +61,8 @@ class Coordination:
         self._proposal_to: Callable[[str], Message]
         self._decided_to: Callable[[str], Message]
         """What each member gets as the proposal, and as the decided commit; once there is one."""
+        self._order: list[str] = []
+        """The plan's members in the order in which records are handed on."""
         self._plan: asyncio.Future[Plan | CertifiedCommit] = loop.create_future()
         self._decided: asyncio.Future[CertifiedCommit] = loop.create_future()
 
@@ -72,7 +74,10 @@ class Coordination:
             decided = await self._decide()
             self._node.decisions.learn(decided)
             commit = decided.commit
-            receivers = sorted(commit.members, key=lambda peer: (peer not in commit.electorate, peer not in commit.trusted))
+            order, hands_on = {peer: place for place, peer in enumerate(self._order)}, self._node.relay.hands_on
+            receivers = sorted(commit.members, key=lambda peer: (
+                peer not in commit.electorate, peer not in commit.trusted, not hands_on(peer), order.get(peer, 0),
+            ))
             self._decided_to = self._node.relay.addressed(Kind.DECIDED, pack(decided), receivers, commit.plan)
             self._decided.set_result(decided)
             await self._notify_electors(decided)
@@ -192,10 +197,8 @@ class Coordination:
                 self._context, self._members, Results.empty(plan, self._replica.layout, self._replica.codecs)
             )
             self._node.meet_members(plan)
-            # Strangers hand a record on to strangers only, since one may keep it to itself; so may who cannot be dialled.
-            members = sorted(plan.members, key=lambda member: (member.is_stranger, member.bandwidth <= 0))
-            receivers = [member.peer for member in members]
-            self._proposal_to = self._node.relay.addressed(Kind.PROPOSAL, pack(plan.proposal), receivers, self.parent.plan)
+            self._order = self._in_order_of_trust(plan.members)
+            self._proposal_to = self._node.relay.addressed(Kind.PROPOSAL, pack(plan.proposal), self._order, self.parent.plan)
             self._plan.set_result(plan)
             await self._reports.wait()
             results = self._reports.results
@@ -208,6 +211,22 @@ class Coordination:
         if not self._plan.done():
             self._plan.set_result(decided)
         return decided
+
+    def _in_order_of_trust(self, members: Sequence[Member]) -> list[str]:
+        """Return the members as the tree has them in which records are handed on; those near its root hand on most.
+
+        Strangers hand on to strangers only, since one may keep a record to itself; so may who cannot be dialled. Nobody can
+        make an identity that comes first among them, and those whose children had to ask here come last.
+        """
+        node = self._node
+
+        def place(member: Member) -> tuple[bool | float, ...]:
+            if not member.is_stranger:
+                return False, member.bandwidth <= 0
+            keeps = not node.relay.hands_on(member.peer)
+            return True, keeps, member.standing == "newcomer", member.bandwidth <= 0, node.world.rng.random()
+
+        return [member.peer for member in sorted(members, key=place)]
 
     async def _make_plan(self, ballot: Ballot, control: Control | None) -> Plan:
         node, announced, left = self._node, self._members.announced, self._context.gone()

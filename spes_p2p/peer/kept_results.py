@@ -117,7 +117,7 @@ class KeptResults:
 
         Raises PeerUnreachable, WireError, Refused.
         """
-        donors = fetcher.vouched_first(peers)
+        donors = [fetcher.peers(peers)]
         results = await self._of(commit, fetcher, donors)
         await self._fetch_manifests(commit, results, fetcher, donors)
         return results
@@ -159,7 +159,7 @@ class KeptResults:
 
         Raises PeerUnreachable, WireError.
         """
-        donors, digests = fetcher.vouched_first(peers), [from_hex(commit.plan), *commit.roots]
+        donors, digests = [fetcher.peers(peers)], [from_hex(commit.plan), *commit.roots]
         known = [self._evidence_piece(commit.plan, i) for i in range(len(digests))]
         found = [k if k is not None and sha256(k).digest() == d else b"" for k, d in zip(known, digests, strict=True)]
         if not found[0]:
