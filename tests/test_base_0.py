@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,6 +24,7 @@ from spes_p2p.content.bases import Snapshots
 from spes_p2p.content.transfer import ContentServer
 from spes_p2p.errors import UserError
 from spes_p2p.messages.consensus import Commit
+from spes_p2p.messages.presence import Contact
 from spes_p2p.model.build import layout_of
 from spes_p2p.net.rpc import RpcEndpoint
 from spes_p2p.observe.events import BaseRestored
@@ -157,3 +160,15 @@ def test_a_campaign_from_random_weights_takes_no_checkpoint(tmp_path: Path, at_o
     files = read_campaign(write_test_campaign(tmp_path))
     with pytest.raises(UserError, match="starts from random weights; leave out --from"):
         joined(files, tmp_path / "peer", 1, checkpoint=tmp_path)
+
+
+def test_a_bootstrap_peer_that_begins_a_campaign_anew_says_who_is_in_later_rounds(caplog: pytest.LogCaptureFixture) -> None:
+    address = "/ip4/203.0.113.7/tcp/4001/p2p/QmTrainer"
+    rounds = {"QmNew": -1, "QmTrainer": 337}
+    contacts = {peer: Contact("c", 10, "trainer", number, "", (address,)) for peer, number in rounds.items()}
+    for log_round, warns in ((-1, True), (0, False)):
+        node: Any = SimpleNamespace(log=SimpleNamespace(round=log_round), contacts=contacts)
+        caplog.clear()
+        asyncio.run(asyncio.wait_for(session_genesis.warn_of_earlier_start(node), 5.0))
+        assert ("says that it is in round 338 of this campaign, which begins anew here" in caplog.text) == warns
+        assert caplog.text.rstrip().endswith(f"--peer {address}") == warns

@@ -115,6 +115,17 @@ def test_a_trainer_that_runs_on_is_told_when_its_unit_is_removed(answers: bool, 
     state.close()
 
 
+def test_no_unit_is_made_for_a_run_dir_that_a_trainer_uses_which_the_service_did_not_start(home: Path) -> None:
+    state = StateFile(home / "runs/mine")
+    state.write(OwnState("running", 0.0))
+    install = ["install", "--", EXAMPLE_ADDRESS, "--run-dir", "runs/mine"]
+    assert_refused(install, "runs/mine: a trainer runs with it that this service did not start; end it first")
+    assert not units(home)
+    program(home, "systemctl", "exit 0\n")  # the unit is active
+    assert call("service", *install).code == 0
+    state.close()
+
+
 def test_the_line_without_systemd_runs_the_words_that_were_typed(home: Path) -> None:
     said = call("service", "install", "--", EXAMPLE_ADDRESS, "--run-dir", "it's $HOME; a b").stdout
     (line,) = [line for line in said.splitlines() if line.startswith("nohup ")]

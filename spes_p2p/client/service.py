@@ -90,6 +90,8 @@ def install(name: str, arguments: Sequence[str], run_dir: Path) -> list[str]:
     """Write the unit and start it; return what to tell the user. Raises UserError."""
     path = unit_path(name)
     _read_ours(path)
+    if read_own_state(run_dir) is not None and not _systemctl("is-active", path.name):
+        raise UserError(f"{run_dir}: a trainer runs with it that this service did not start; end it first: Ctrl-C or kill")
     write_whole(path, unit_text(arguments, run_dir, Path.cwd()).encode())
     told = [f"wrote {path}", *_verify(path)]
     if not _systemctl("daemon-reload"):

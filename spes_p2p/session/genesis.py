@@ -19,11 +19,13 @@ from spes_p2p.config.addresses import peer_of
 from spes_p2p.config.campaign import CampaignConfig, PeerConfig
 from spes_p2p.config.model import ModelSection
 from spes_p2p.content.bases import newest_bases
-from spes_p2p.errors import UserError
+from spes_p2p.errors import UserError, printable
 from spes_p2p.messages.consensus import Commit
 from spes_p2p.model.layout import Layout
 from spes_p2p.net.rpc import RpcEndpoint
+from spes_p2p.observe.units import short_peer
 from spes_p2p.peer.durable import voter_incarnation
+from spes_p2p.peer.node import Node
 from spes_p2p.rounds.base import BASE
 from spes_p2p.rounds.codecs import group_codecs
 from spes_p2p.rounds.digest import state_digest
@@ -35,6 +37,7 @@ from spes_p2p.storage.store import DirectoryStore
 
 logger = logging.getLogger(__name__)
 
+LOOK_EVERY_S = 2.0
 WORTH_MAKING_BYTES = 2**28
 """A smaller base is downloaded before another process has imported torch and made it, unless the user names a checkpoint."""
 
@@ -140,3 +143,18 @@ def _base_0(files: CampaignFiles, layout: Layout, store: Store, checkpoint: Path
     base_0(files, values[: layout.size], checkpoint)
     values[layout.size :] = 0
     return values
+
+
+async def warn_of_earlier_start(node: Node) -> None:
+    """Warn once if peers are in later rounds of the campaign that this peer has just begun: a restored key begins it anew."""
+    while node.log.round < 0:
+        ahead = {peer: contact for peer, contact in node.contacts.items() if contact.round >= 0 and contact.addresses}
+        if ahead:
+            peer, contact = max(ahead.items(), key=lambda each: each[1].round)
+            logger.warning(
+                "%s says that it is in round %d of this campaign, which begins anew here; if the old run-dir is lost, stop "
+                "this peer, and start it with the same identity.key in an empty run-dir and --peer %s",
+                short_peer(peer), contact.round + 1, printable(contact.addresses[0]),
+            )
+            return
+        await asyncio.sleep(LOOK_EVERY_S)

@@ -39,7 +39,14 @@ from spes_p2p.rounds.base import stored_round
 from spes_p2p.session.admission import admitted, keep_invitation
 from spes_p2p.session.apart import run_apart
 from spes_p2p.session.downstream import Evaluations, continue_prompts, evaluate_tasks
-from spes_p2p.session.genesis import fetch_genesis, join_with_base_0, load_or_make_genesis, make_layout, require_checkpoint
+from spes_p2p.session.genesis import (
+    fetch_genesis,
+    join_with_base_0,
+    load_or_make_genesis,
+    make_layout,
+    require_checkpoint,
+    warn_of_earlier_start,
+)
 from spes_p2p.session.network import connected, direct, first_contact, live_on, make_node, met_addresses, world_of
 from spes_p2p.session.observers import observing, sharing_history
 from spes_p2p.session.pausing import Pauses, call_on_signals
@@ -139,7 +146,9 @@ async def _live_as_bootstrap(
             str(settings.run_dir), Archive(settings.archive_every, settings.archive_keep),
         )
         call_on_signals(helper.leave, "leaving")
-        around = (evaluations.run(observers.all), keep_checking(shelf, world.run_blocking, world.rng))
+        around = [evaluations.run(observers.all), keep_checking(shelf, world.run_blocking, world.rng)]
+        if known is None and not others:
+            around.append(warn_of_earlier_start(node))
         async with sharing_history(node, observers.history), beside(*around):
             on_address(net.transport.addresses[0])
             await live_on(net, helper.run())
