@@ -533,10 +533,10 @@ def test_a_stranger_past_probation_that_reverses_the_common_step_is_audited_for_
             lambda: all(is_past_probation(log.services(log.round).get(peer, NO_SERVICE), needs_audit=True) for peer in "XY")
         )
         lies[0], number = True, log.round
-        await swarm.until(lambda: bool(convictions(swarm)))
+        await swarm.until(lambda: not all(each.passed for each in audits(swarm, "X")))
         found = [decided.commit for decided in log.since(number)]
+        assert len(found) < 10
         assert {each.members[i] for each in found for i in each.suspected} == {"X", "Y"}
-        assert set().union(*convictions(swarm).values()) == {"X"}
         assert {each.passed for each in audits(swarm, "Y")} == {True}
         swarm.assert_same_commits()
 
