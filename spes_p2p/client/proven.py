@@ -20,7 +20,6 @@ from spes_p2p.messages.presence import PeerStatus, Probation
 from spes_p2p.net.rpc import RpcEndpoint
 from spes_p2p.net.unpacking import unpack_beside
 from spes_p2p.peer.milestones import fetch_milestone
-from spes_p2p.rounds.audits import can_be_audited
 from spes_p2p.rounds.schedule import last_round
 
 
@@ -87,6 +86,8 @@ def _standings(log: CommitLog, campaign: Campaign) -> dict[str, tuple[str, Proba
     """Return the standing of the peers that the commits at hand name, in an open campaign."""
     if campaign.config.admission != "open":
         return {}
+    from spes_p2p.rounds.audits import can_be_audited  # imports numpy
+
     commits = [log.commit_at(number) for number in kept_rounds(log)]
     is_vouched = {peer: peer in commit.trusted for commit in commits for peer in commit.participants}
     services, needs_audit = log.services(log.round), can_be_audited(campaign.config, log.recent(log.round))
