@@ -43,8 +43,9 @@ logger = logging.getLogger(__name__)
 
 CONTACT_EVERY_S = 5.0
 """Refresh this peer's contact in the DHT this often."""
-CONTACTS_READ_PER_S = 1.0
-"""Bounds how often the contacts of all peers are read: with N peers, every N divided by this many seconds."""
+CONTACTS_READ_PER_S, READ_AGAIN_S = 8.0, 30.0
+"""Bound how often the contacts of all N peers are read: every N divided by the first, in seconds, and every N seconds or the
+second where that is longer."""
 CONTACT_TTL_S = 20.0
 """A contact that is not refreshed for this long expires."""
 MAX_CONCURRENT_CLAIMS = 4
@@ -238,7 +239,8 @@ class Node:
             self.is_invited(self.invitation),
         )
         key, now = registry_key(self.campaign_hash), asyncio.get_running_loop().time()
-        is_due = now - self._looked_up_at >= len(self.contacts) / CONTACTS_READ_PER_S
+        known = len(self.contacts)
+        is_due = now - self._looked_up_at >= max(known / CONTACTS_READ_PER_S, min(known, READ_AGAIN_S))
         with contextlib.suppress(PeerUnreachable):
             await self.world.registry.put(key, pack(contact), CONTACT_TTL_S)
             if is_due or not only_if_due:
