@@ -12,6 +12,7 @@ from spes_p2p.messages.refusals import Code
 from spes_p2p.observe.events import BaseRestored, CaughtUp, PeersSeen, RoundCommitted, RoundFailed
 from spes_p2p.peer import replica
 from spes_p2p.peer.exchanges import Exchanges
+from spes_p2p.peer.kept_results import KINDS
 from spes_p2p.peer.node import CONTACT_TTL_S
 from spes_p2p.rounds.results import KEPT_ROUNDS
 from spes_p2p.testing.memory_network import Frame
@@ -63,6 +64,29 @@ def test_a_swarm_that_was_shut_down_politely_goes_on_when_all_are_back(trainers:
         for name in ("W", *trainers):
             swarm.restart(name)
         await assert_goes_on(swarm)
+
+    simulate(main)
+
+
+def test_rounds_that_only_donors_of_a_base_may_keep_are_asked_of_these_and_of_helpers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replica, "replayable_rounds", lambda *model: KEPT_ROUNDS)
+
+    async def main() -> None:
+        asked, swarm = set[str](), await left_in_round_3("ABCDE", "B")
+        left_at = swarm.round_of("B")
+
+        def note(frame: Frame) -> Frame:
+            if frame.method in KINDS and frame.sender == "B" and not frame.is_answer and swarm.round_of("B") == left_at:
+                asked.add(frame.receiver)
+            return frame
+
+        await swarm.until(lambda: swarm.round_of("A") >= left_at + 2 * KEPT_ROUNDS, 2 * SOON_S)
+        swarm.network.tap = note
+        swarm.restart("B")
+        newest = swarm.peers["B"].replica.newest
+        newest.downloaded_round, newest.donors = left_at, frozenset("A")
+        await swarm.until(lambda: swarm.round_of("B") > left_at)
+        assert asked == {"A", "W"}
 
     simulate(main)
 

@@ -11,14 +11,15 @@ import pytest
 from spes_p2p.content.bases import Snapshots, collect_offers, download
 from spes_p2p.content.fetcher import FIRST_ASKED, MAX_CONCURRENT_DONORS, WIDENING, Fetcher
 from spes_p2p.content.transfer import ContentServer
-from spes_p2p.messages.codec import pack
+from spes_p2p.messages.codec import pack, unpack
 from spes_p2p.messages.framing import Kind
-from spes_p2p.messages.methods import COMMITS, LEAVE, PING, SNAPSHOT
+from spes_p2p.messages.methods import COMMITS, LEAVE, PING, ROUND, SNAPSHOT
 from spes_p2p.messages.presence import Contact
+from spes_p2p.messages.refusals import Code, Refusal
 from spes_p2p.net.contacts import registry_key
 from spes_p2p.net.rpc import RpcEndpoint
 from spes_p2p.peer import decisions
-from spes_p2p.peer.node import CONTACT_EVERY_S, CONTACTS_READ_PER_S, MAX_CONCURRENT_CLAIMS
+from spes_p2p.peer.node import CONTACT_EVERY_S, CONTACTS_READ_PER_S
 from spes_p2p.rounds.checks import checkers
 from spes_p2p.rounds.digest import PIECE_ELEMENTS, state_digest
 from spes_p2p.testing.memory_network import Frame, MemoryNetwork
@@ -203,7 +204,7 @@ def test_a_trainer_that_leaves_tells_the_coordinators_and_its_checker_and_an_ele
     simulate(main)
 
 
-def test_a_joiner_reads_the_log_from_few_peers() -> None:
+def test_a_joiner_reads_the_log_from_few_peers_and_not_from_the_one_that_all_joiners_know() -> None:
     async def main() -> None:
         asked, swarm = Counter[str](), VirtualSwarm(campaign(total_steps=20000))
         swarm.start_all("ABCDEFGHIJKL")
@@ -213,13 +214,37 @@ def test_a_joiner_reads_the_log_from_few_peers() -> None:
             if frame.method == COMMITS and not frame.is_answer and frame.sender == "Z":
                 asked["requests"] += frame.kind == Kind.MESSAGE
             if frame.method == COMMITS and frame.is_answer and frame.receiver == "Z" and len(frame.body) > EMPTY_BYTES:
-                asked["logs"] += 1
+                asked[frame.sender] += 1
             return frame
 
         swarm.network.tap = note
         swarm.start("Z")
         await swarm.until(lambda: swarm.round_of("Z") >= 3)
-        assert asked["logs"] <= 2 + MAX_CONCURRENT_CLAIMS
-        assert asked["requests"] <= decisions.MAX_ASKED + 2 + 2 * MAX_CONCURRENT_CLAIMS
+        assert asked.pop("requests") <= decisions.MAX_ASKED + 2
+        assert 1 <= asked.total() <= 2
+        assert "W" not in asked
+
+    simulate(main)
+
+
+def test_who_comes_too_late_for_a_round_reads_its_commit_from_a_member() -> None:
+    async def main() -> None:
+        late, asked, swarm = dict[str, str](), list[bool](), VirtualSwarm(campaign(total_steps=20000))
+        swarm.start_all("ABCDEFGH")
+        await swarm.until_round(2)
+
+        def note(frame: Frame) -> Frame:
+            if frame.kind == Kind.REFUSAL and frame.method == ROUND and unpack(Refusal, frame.body).code == Code.BEHIND:
+                late[frame.receiver] = frame.sender
+            if frame.method == COMMITS and not frame.is_answer and frame.sender in late and frame.kind == Kind.MESSAGE:
+                asked.append(frame.receiver == late.pop(frame.sender))
+            return frame
+
+        swarm.network.tap = note
+        for number in range(16):
+            swarm.start(f"Z{number}")
+            await asyncio.sleep(1.0)
+        await swarm.until(lambda: len(asked) >= 2)
+        assert not any(asked)
 
     simulate(main)

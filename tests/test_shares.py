@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import socket
 import tracemalloc
 from functools import partial
@@ -40,6 +41,7 @@ from spes_p2p.net.shares import (
     Place,
     Shares,
 )
+from spes_p2p.net.tasks import end_tasks
 from spes_p2p.net.turns import RETRY_S, WAITING_S
 from spes_p2p.net.unpacking import unpack_beside
 from spes_p2p.observe.rounds import Rounds
@@ -309,6 +311,37 @@ def test_long_answers_to_outsiders_have_a_pace_and_newcomers_and_members_do_not_
         return sum(taken)
 
     assert 2**21 < run_virtual(main()) < (10 + OUTSIDERS_BURST_S + 3) * ANSWERS_BITS / 8
+
+
+def test_who_is_refused_a_long_answer_has_not_taken_it_and_gets_one_among_newcomers() -> None:
+    async def main() -> None:
+        shares, page = Shares(SILENCE_S, lambda: 1e9), 2**18
+        shares.is_known = lambda peer: False
+
+        async def come(name: str) -> None:
+            with contextlib.suppress(Refused):
+                await shares.answer(name, page)
+
+        async def newcomers() -> None:
+            for number in itertools.count():
+                coming.append(asyncio.ensure_future(come(f"X{number}")))
+                await asyncio.sleep(0.2)
+
+        coming = list[asyncio.Future[None]]()
+        coming.append(asyncio.ensure_future(newcomers()))
+        await asyncio.sleep(2 * OUTSIDERS_BURST_S + 10)
+        for _ in range(3):
+            for _ in range(100):
+                try:
+                    await shares.answer("late", page)
+                    break
+                except Refused as refused:
+                    await asyncio.sleep(refused.refusal.retry_s or 0.0)
+            else:
+                raise AssertionError("newcomers keep it out")
+        await end_tasks(coming)
+
+    run_virtual(main())
 
 
 def test_long_answers_to_outsiders_take_a_tenth_of_a_thin_line() -> None:

@@ -46,7 +46,7 @@ from spes_p2p.testing.simulate.points import POINTS
 from spes_p2p.testing.simulate.report import RunReport
 from spes_p2p.testing.simulate.scenario import BOOTSTRAP, Scenario, load_scenario, peer_names
 from spes_p2p.testing.simulate.swarm import VirtualSwarm
-from spes_p2p.testing.simulate.virtual import SILENCE_S, run_seed, run_seeds
+from spes_p2p.testing.simulate.virtual import QUIET_ROUNDS, SILENCE_S, run_seed, run_seeds
 from spes_p2p.testing.virtual_loop import run_virtual
 
 RARE = ("decide", "download", "donate", "replay", "leave")
@@ -431,10 +431,19 @@ def test_rounds_of_all_runs_are_counted_while_they_run(monkeypatch: pytest.Monke
     monkeypatch.setattr(virtual, "PROGRESS_EVERY_S", 0.02)
     told = list[tuple[int, int]]()
     run_seeds(Scenario(peer_names(2), 5, fault_rate=0.0), range(2), 2, lambda done, total: told.append((done, total)))
-    assert {total for _, total in told} == {10}
+    assert {total for _, total in told} == {2 * (5 + QUIET_ROUNDS)}
     assert told == sorted(told)
-    assert told[-1] == (10, 10)
+    assert told[-1] == (16, 16)
     assert len({done for done, _ in told}) > 3
+
+
+def test_rounds_while_peers_still_start_are_not_counted_and_quiet_ones_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(virtual, "START_TOGETHER", 2)
+    monkeypatch.setattr(virtual, "START_S", 100.0)
+    told = list[int]()
+    run_seed(Scenario(peer_names(3), 2, fault_rate=0.0), 0, told.append)
+    assert told.count(2) > 5
+    assert max(told) == told[-1] == 2 + QUIET_ROUNDS
 
 
 def test_what_peers_held_in_lives_that_ended_is_freed(monkeypatch: pytest.MonkeyPatch) -> None:

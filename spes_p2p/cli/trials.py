@@ -73,7 +73,7 @@ def simulate(
         "overlap": overlap or None, "churn": churn, "attackers": attackers, "admission": admission,
         "attacks": attacks.split(",") if attacks is not None else None,
     }
-    progress = partial(ProgressBar, unit="rounds")
+    progress = partial(ProgressBar, unit="with the quiet ones at the end")
     if virtual:
         found, text = simulate_virtual(scenario, given, range(seed, seed + seeds), jobs, event_log, progress)
     else:

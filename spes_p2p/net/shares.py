@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from spes_p2p.errors import Refused
 from spes_p2p.net.limits import BURST_S, Pacer
 from spes_p2p.net.turns import Turns
 
@@ -164,7 +165,11 @@ class Shares:
         pacer.take(size)
         most = ANSWERS_BITS / 8
         bytes_per_s = share * min(self._line(), most / ANSWERS_SHARE)
-        await turns.wait(math.ceil(size * most / bytes_per_s), taken_s)
+        try:
+            await turns.wait(math.ceil(size * most / bytes_per_s), taken_s)
+        except Refused:
+            pacer.take(-size)  # else those that newcomers keep out fall further behind these with each request
+            raise
 
     def _is_full(self, peer: str, size: int) -> bool:
         if self.is_known(peer):

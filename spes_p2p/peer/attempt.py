@@ -39,6 +39,8 @@ from spes_p2p.rounds.planned import Plan
 logger = logging.getLogger(__name__)
 
 BACKOFF_S, MAX_BACKOFF_S = 1.0, 15.0
+LATE_ASK = 2
+"""Members that a peer asks for a commit that it missed before it asks the coordinator."""
 BUSY_TRIES = 8
 """How often in a round a newcomer asks a coordinator again that has too many newcomers."""
 
@@ -139,8 +141,7 @@ class RoundMember:
                 await self.return_work()
             self._node.require_admitted(self._node.controls.newest)
         if refused.code is Code.BEHIND:
-            with contextlib.suppress(PeerUnreachable, Refused, WireError):
-                await self._node.decisions.learn_from(coordinator)
+            await self._learn(target, coordinator)
             return attempt if self._node.log.round >= target else attempt + 1
         if refused.code is Code.DIGEST:
             return await self._repair(target, attempt, refused.detail)
@@ -162,6 +163,15 @@ class RoundMember:
             self._patience.failed(coordinator)
         self._reporter.failed(target, attempt, "refused", refused.detail)
         return attempt + 1
+
+    async def _learn(self, target: int, coordinator: str) -> None:
+        """Learn the commit of this round from a member, or else from the coordinator, which all that come too late know."""
+        is_trusted = self._node.endpoint.shares.is_trusted
+        members = sorted((peer for peer in self._node.others() if peer != coordinator), key=lambda peer: not is_trusted(peer))
+        for peer in (*members[:LATE_ASK], coordinator):
+            if self._node.log.round < target:
+                with contextlib.suppress(PeerUnreachable, Refused, WireError):
+                    await self._node.decisions.learn_from(peer, is_patient=peer == coordinator)
 
     async def _repair(self, target: int, attempt: int, reason: str) -> int:
         try:

@@ -49,7 +49,7 @@ logger = logging.getLogger(__name__)
 COMMITS_PER_MESSAGE = 200
 MAX_ASKED, FIRST_ASKED = 16, 2
 """Ask at most this many peers for certificates; one honest answer is enough. The first ones bring what there is, in most
-cases, so that the others need not send the same."""
+cases, so that the others need not send the same. The owner's peer is none of them: it is the only one that all joiners know."""
 
 _packed_once = remembered(1)(pack)
 """For a milestone, which may have megabytes."""
@@ -180,7 +180,8 @@ class Decisions:
             with contextlib.suppress(PeerUnreachable, Refused, WireError):
                 await self.learn_from(peer)
 
-        some = list(islice(peers, MAX_ASKED))
+        owner = owner_of(self.log.genesis)
+        some = sorted(islice(peers, MAX_ASKED), key=lambda peer: peer == owner)
         asked = [asyncio.ensure_future(learn_from(peer)) for peer in some[:FIRST_ASKED]]
         known = None
         try:

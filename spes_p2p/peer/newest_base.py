@@ -31,6 +31,8 @@ class NewestBase:
         """Attempts to get the newest base that failed."""
         self.downloaded_round = -math.inf
         """Round of the last base that was downloaded in this life."""
+        self.donors: frozenset[str] = frozenset()
+        """Whom it was downloaded from: they keep the results after it for a while."""
         self.elements = elements
         self._node, self._snapshots = node, snapshots
         self._kept = PartialDownload(node.world.store)
@@ -88,7 +90,7 @@ class NewestBase:
             self._node.fetcher, offers, have, arrived, kept, world.store.scratch, world.run_blocking, world.threads
         )
         values.flags.writeable = False
-        self.downloaded_round = info.round
+        self.downloaded_round, self.donors = info.round, frozenset(offer.donor for offer in offers)
         return Base(info.commit, info.round, values, info.digest, None, digests)
 
     def clear(self) -> None:

@@ -258,14 +258,14 @@ class Node:
         self._seen = PeersSeen(len(trainers), len(here) - len(trainers), tuple(here), vouched=vouched)
         self.world.rng.shuffle(taking_part)
         self.contacts = {peer: found[peer] for peer in taking_part}
-        last, control = self.log.last, self.controls.number
+        last, control, is_new = self.log.last, self.controls.number, self.log.round < 0  # a new peer reads the log from others
         says_more = [
             peer for peer, contact in self.contacts.items()
             if ((contact.round, contact.commit) != (last.round, last.id) or contact.control > control) and peer != self.peer_id
         ]
         for peer in self._best_first(says_more):
             contact = self.contacts[peer]
-            self.check_claim(peer, contact.round, contact.commit, contact.control)
+            self.check_claim(peer, -1 if is_new else contact.round, contact.commit, contact.control)
 
     def check_claim(self, peer: str, round_number: int, commit: str = "", control: int = 0) -> None:
         """Ask a peer that claims a later round, another commit for a known one, or a newer control record, for its proof.
@@ -275,19 +275,21 @@ class Node:
         """
         is_held = max(0, self.log.begins) <= round_number <= self.log.round
         forks = is_held and commit not in ("", self.log.commit_at(round_number).id)
-        claims = forks or round_number > self.log.round or control > self.controls.number
+        has_commits, has_control = forks or round_number > self.log.round, control > self.controls.number
         is_doubted = self._doubted_until.get(peer, 0.0) > asyncio.get_running_loop().time()
-        if claims and not is_doubted and peer not in self._proving and len(self._proving) < MAX_CONCURRENT_CLAIMS:
+        may_ask = not is_doubted and peer not in self._proving and len(self._proving) < MAX_CONCURRENT_CLAIMS
+        if (has_commits or has_control) and may_ask:
             self._proving.add(peer)
-            self.spawn(self._prove(peer, self.log.begins if forks else None, control > self.controls.number))
+            self.spawn(self._prove(peer, self.log.begins if forks else None, has_commits, has_control))
 
-    async def _prove(self, peer: str, after: int | None, has_control: bool) -> None:
+    async def _prove(self, peer: str, after: int | None, has_commits: bool, has_control: bool) -> None:
         before, clock = (self.log.last.id, self.controls.number), asyncio.get_running_loop().time
         try:
             with contextlib.suppress(PeerUnreachable, Refused, WireError):
                 if has_control:
                     await self.decisions.take_control_from(peer)
-                await self.decisions.learn_from(peer, after, is_patient=False)
+                if has_commits:
+                    await self.decisions.learn_from(peer, after, is_patient=False)
             self._doubted_until = {each: until for each, until in self._doubted_until.items() if until > clock()}
             if (self.log.last.id, self.controls.number) == before:
                 self._doubted_until[peer] = clock() + DOUBT_S

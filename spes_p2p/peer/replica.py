@@ -257,17 +257,17 @@ class Replica:
     async def complete_results(self, commit: Commit) -> Results | None:
         """Return the commit's results with every committed part; None when no reachable peer has one of them.
 
-        Nobody is asked for what only a peer that is behind may have; older rounds than all keep are asked of helpers first.
+        Of older rounds than all keep, only helpers and the donors of a downloaded base are asked.
         """
         missed = self.node.log.round - commit.round + 1
         if commit.plan not in self.results.by_plan and missed > self._kept_elsewhere():
             return None
         others, members = set(self.node.contacts), set(commit.members)
-        keep = others & (members if missed <= KEPT_ROUNDS else set(commit.helpers))
-        peers = sorted((others | members) - {self.node.peer_id})
+        keep = members if missed <= KEPT_ROUNDS else {*commit.helpers, *self.newest.donors}
+        peers = sorted((others | members if missed <= KEPT_ROUNDS else keep) - {self.node.peer_id})
         self.node.world.rng.shuffle(peers)
         is_trusted = self.node.endpoint.shares.is_trusted
-        for some in widening(sorted(peers, key=lambda peer: (peer not in keep, not is_trusted(peer)))):
+        for some in widening(sorted(peers, key=lambda peer: (peer not in keep & others, not is_trusted(peer)))):
             results = await self.results.complete(commit, self.node.fetcher, some)
             if results is not None:
                 return results

@@ -72,6 +72,7 @@ class _Run:
         self._tokens: dict[int, int] = {}
         self._bases: list[Held] = []
         self._orphans = 0
+        self._rounds_done = 0
 
     def main(self) -> None:
         """Start all peers, let the faults strike, and wait until all peers have continued."""
@@ -79,7 +80,17 @@ class _Run:
         if self._until(lambda: self._audit.newest_round >= self._scenario.rounds):
             self._injector.lift()
             goal = self._audit.newest_round + QUIET_ROUNDS
-            self._until(lambda: all(peer.round >= goal for peer in self._swarm.trainers()))
+            self._until(lambda: self._all_have(goal))
+
+    def _all_have(self, goal: int) -> bool:
+        """Return whether all trainers have committed the last quiet round; tell how many of them all have."""
+        left = max(0, goal - min((peer.round for peer in self._swarm.trainers()), default=goal))
+        self._done(self._scenario.rounds + max(0, QUIET_ROUNDS - left))
+        return not left
+
+    def _done(self, rounds: int) -> None:
+        self._rounds_done = max(self._rounds_done, rounds)
+        self._on_round(self._rounds_done, self._scenario.rounds + QUIET_ROUNDS)
 
     def end(self) -> None:
         """Ask all peers to leave; compare what they decided, and count processes that survive."""
@@ -168,5 +179,5 @@ class _Run:
         if isinstance(event, Evaluated):
             self._losses[event.round] = event.validation_loss
         if self._audit.newest_round > before:
-            self._on_round(min(self._audit.newest_round, self._scenario.rounds), self._scenario.rounds)
+            self._done(min(self._audit.newest_round, self._scenario.rounds))
             self._injector.plan(self._audit.newest_round + 1)

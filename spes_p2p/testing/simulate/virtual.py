@@ -88,7 +88,7 @@ UNLOGGED = (TrainingProgress, BytesMoved, PeersSeen)
 
 
 def run_seed(scenario: Scenario, seed: int, on_round: Callable[[int], None] = lambda number: None) -> RunReport:
-    """Run one seed to its end. `on_round` gets the number of each round when the first peer has it."""
+    """Run one seed to its end. `on_round` gets the number of rounds that are done, with the quiet ones at the end."""
     run, cpu_before_s = _Run(scenario, seed, on_round), time.process_time()
     share_records(SHARED_RECORDS_PER_PEER * len(scenario.peer_names))
     with _LoggedErrors(run.error), _rarely_collecting():
@@ -116,7 +116,7 @@ def run_seeds(
                 ended, running = wait(running, PROGRESS_EVERY_S, FIRST_COMPLETED)
                 for future in ended:
                     future.result()
-                on_progress(sum(rounds), scenario.rounds * len(runs))
+                on_progress(sum(rounds), (scenario.rounds + QUIET_ROUNDS) * len(runs))
         except BaseException:  # the pool would wait for runs that nobody wants
             for worker in multiprocessing.active_children():
                 worker.kill()
@@ -136,10 +136,10 @@ def _begin_worker(parent: int, rounds: MutableSequence[int]) -> None:
 
 def _run_counted(place: int, scenario: Scenario, seed: int) -> RunReport:
     def on_round(number: int) -> None:
-        _rounds[place] = min(number, scenario.rounds)
+        _rounds[place] = max(_rounds[place], number)
 
     result = run_seed(scenario, seed, on_round)
-    on_round(scenario.rounds)
+    on_round(scenario.rounds + QUIET_ROUNDS)
     return result
 
 
@@ -197,7 +197,7 @@ class _Run:
                 churning.cancel()
             self._faults.lift()
             goal = self._audit.newest_round + QUIET_ROUNDS
-            if await self._until(lambda: self._slowest() >= goal):
+            if await self._until(lambda: self._all_have(goal)):
                 self._check_end()
         self._ended_s = now()
         self._pending_tokens = sum(peer.replica.ledger.pending.tokens for name, peer in self._honest())
@@ -320,7 +320,7 @@ class _Run:
             self._count_control_bytes(peer, event.round)
         if self._audit.newest_round > before:
             self._faults.round_committed(self._audit.newest_round)
-            self._on_round(self._audit.newest_round)
+            self._on_round(min(self._audit.newest_round, self._scenario.rounds))
         point = point_of_event(event)
         if point is not None:
             self._faults.reached(peer, point)
@@ -381,6 +381,12 @@ class _Run:
 
     def _slowest(self) -> int:
         return min((self._swarm.round_of(name) for name, _ in self._honest()), default=-1)
+
+    def _all_have(self, goal: int) -> bool:
+        """Return whether all trainers have committed the last quiet round; tell how many of them all have."""
+        left = max(0, goal - self._slowest())
+        self._on_round(self._scenario.rounds + max(0, QUIET_ROUNDS - left))
+        return not left
 
     async def _until(self, condition: Callable[[], bool]) -> bool:
         """Wait for a condition; return False if a peer fails or is stuck."""
