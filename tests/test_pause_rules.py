@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 from contextlib import closing
 from dataclasses import replace
 from datetime import datetime, timedelta
@@ -289,7 +290,7 @@ NO_QUOTAS = ["20GB", "20GB/week", "0GB/day", "much/day", "-1GB/day", "1e999GB/da
 
 @pytest.mark.parametrize("text", NO_QUOTAS)
 def test_what_is_no_quota_is_refused(text: str) -> None:
-    with pytest.raises(UserError, match=r"--quota '.*': must be a size per day such as 20GB/day"):
+    with pytest.raises(UserError, match=f"--quota {re.escape(repr(text))}: must be a size per day such as 20GB/day"):
         parse_bytes_per_day(text, "--quota")
 
 
