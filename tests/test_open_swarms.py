@@ -12,7 +12,7 @@ import pytest
 from exchange_round import LAYOUT
 from open_campaign import ELECTOR, OPEN, PHASE_TOKENS, RECENT, WIDE, announce
 
-from spes_p2p.consensus.admission import PROBATION_ROUNDS, signed_invitation
+from spes_p2p.consensus.admission import PROBATION_AUDITS, PROBATION_ROUNDS, signed_invitation
 from spes_p2p.consensus.control import is_rollback, signed
 from spes_p2p.consensus.electorate import coordinator_order
 from spes_p2p.consensus.output import Identity
@@ -30,6 +30,7 @@ from spes_p2p.messages.content import PiecesRequest, SnapshotInfo
 from spes_p2p.messages.fields import MAX_EXPERTS
 from spes_p2p.messages.framing import MAX_FRAME_BYTES, Kind
 from spes_p2p.messages.methods import LEAVE, ROUND, SNAPSHOT
+from spes_p2p.messages.presence import Probation
 from spes_p2p.messages.refusals import Code
 from spes_p2p.messages.rounds import Manifest, Report, Stalled
 from spes_p2p.messages.samples import Interval
@@ -57,6 +58,7 @@ from spes_p2p.rounds.parts import part_table
 from spes_p2p.rounds.plan import MAX_SPEED_RATIO, NEWCOMER_WEIGHT
 from spes_p2p.rounds.planned import Plan
 from spes_p2p.rounds.results import Results
+from spes_p2p.session.admission import probation_of
 from spes_p2p.testing.attacks.deciding import altered
 from spes_p2p.testing.attacks.kinds import ATTACKS, AttackKind
 from spes_p2p.testing.attacks.tamper import Liar, Tamper, changed, tampered
@@ -274,6 +276,11 @@ def test_a_vouched_trainer_without_a_seat_is_trusted_and_audits_also_where_no_st
         swarm.start("X")
         await swarm.until(lambda: "X" in log.last.members)
         assert [*filter(shares.is_trusted, "WABCX")] == [*"WABC"]
+        await swarm.until(lambda: "X" in log.services(log.round))
+        served = log.services(log.round)["X"].rounds
+        for name, expected in (("X", Probation(served, PROBATION_ROUNDS, 0, PROBATION_AUDITS)), ("A", None)):
+            made = swarm.invitations.get(name), SimulatedIdentity(name)
+            assert probation_of(name, swarm.stores["W"], swarm.campaign, swarm.genesis, *made) == expected
 
     simulate(main)
 

@@ -77,8 +77,8 @@ class IdleRule:
         if self._use.on_battery:
             return Pause("battery", "until this machine is plugged in (--only-when-idle)")
         if self._pauses:
-            uses = [("all cores", OTHERS_CPU, self._use.cpu), ("a GPU", OTHERS_GPU, self._use.gpu)]
-            idle = [f"{100 * most:.0f} % of {what} (now {100 * now:.0f} %)" for what, most, now in uses if now or what != "a GPU"]
+            uses = [("all cores", OTHERS_CPU, self._use.cpu), ("a GPU", OTHERS_GPU, self._use.gpu)][: 2 if self._use.gpu else 1]
+            idle = [f"{100 * most:.0f} % of {what} (now {100 * now:.0f} %)" for what, most, now in uses]
             return Pause("busy", f"until others use at most {' and '.join(idle)} for {IDLE_S / 60:g} min (--only-when-idle)")
         return None
 

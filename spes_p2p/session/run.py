@@ -31,12 +31,13 @@ from spes_p2p.net.rpc import RpcEndpoint
 from spes_p2p.net.tasks import beside
 from spes_p2p.observe.console import farewell, farewell_of_bootstrap, to_continue
 from spes_p2p.observe.events import Event, Observer
+from spes_p2p.observe.swarm_status import on_probation
 from spes_p2p.peer.announcing import NOTHING_TO_TRAIN, Capacity
 from spes_p2p.peer.leaving import LeaveRequest
 from spes_p2p.peer.life import Peer
 from spes_p2p.rounds.archive import Archive
 from spes_p2p.rounds.base import stored_round
-from spes_p2p.session.admission import admitted, keep_invitation
+from spes_p2p.session.admission import admitted, keep_invitation, probation_of
 from spes_p2p.session.apart import run_apart
 from spes_p2p.session.downstream import Evaluations, continue_prompts, evaluate_tasks
 from spes_p2p.session.genesis import (
@@ -275,6 +276,9 @@ async def _prepare(
     keep_invitation(invitation, settings.run_dir)
     on_joined(files, net.transport.addresses[0])
     store = await asyncio.to_thread(DirectoryStore, settings.run_dir)  # deletes what a dead process left
+    probation = probation_of(net.identity.peer_id, store, files.campaign, genesis, invitation, net.identity)
+    if probation is not None:
+        logger.info("%s", on_probation(probation))
     async with still("making base 0", pauses.prepares):
         await join_with_base_0(first_contact(net), peers, files, genesis, settings, store)
     missed = None if settings.quota is None else await _missed_rounds(first_contact(net), peers, store)
