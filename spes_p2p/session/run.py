@@ -144,7 +144,7 @@ async def _live_as_bootstrap(
         await serve_text(node, shelf)
         helper = Peer(
             node, layout, None, NOTHING_TO_TRAIN, observers.all, observers.status,
-            str(settings.run_dir), Archive(settings.archive_every, settings.archive_keep),
+            str(settings.run_dir), Archive(settings.archive_every, settings.archive_keep), key=str(settings.identity_path),
         )
         call_on_signals(helper.leave, "leaving")
         around = [evaluations.run(observers.all), keep_checking(shelf, world.run_blocking, world.rng)]
