@@ -271,8 +271,7 @@ def test_a_vouched_trainer_without_a_seat_is_trusted_and_audits_also_where_no_st
         await swarm.until(lambda: "X" in log.services(log.round))
         served = log.services(log.round)["X"].rounds
         for name, expected in (("X", Probation(served, PROBATION_ROUNDS, 0, PROBATION_AUDITS)), ("A", None)):
-            made = swarm.invitations.get(name), SimulatedIdentity(name)
-            assert probation_of(name, swarm.stores["W"], swarm.campaign, swarm.genesis, *made) == expected
+            assert probation_of(name, log, swarm.campaign.config, swarm.invitations.get(name)) == expected
 
     simulate(main)
 

@@ -17,6 +17,8 @@ from pathlib import Path
 
 from spes_p2p.campaign.files import read_run_dir
 from spes_p2p.client.worth import Worth, worth_of
+from spes_p2p.consensus.commit_log import CommitLog
+from spes_p2p.consensus.output import LOG
 from spes_p2p.errors import UserError
 from spes_p2p.messages.presence import Probation, RoundRecord
 from spes_p2p.net.identity import RSAIdentity, Visitor
@@ -170,8 +172,8 @@ def with_probation(share: OwnShare, run_dir: Path) -> OwnShare:
     known, me = read_run_dir(run_dir), share.peer_id
     if known is None or known[0].campaign.config.admission != "open":
         return share
-    store, campaign = DirectoryStore(run_dir), known[0].campaign
-    return replace(share, probation=probation_of(me, store, campaign, known[1], kept(run_dir), Visitor(me)))
+    log = CommitLog(Visitor(me), known[1], DirectoryStore(run_dir).records(LOG))
+    return replace(share, probation=probation_of(me, log, known[0].campaign.config, kept(run_dir)))
 
 
 def look_at_worth(run_dir: Path, identity: Path | None, data_dirs: Sequence[Path], on_progress: Progress) -> OwnShare:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from spes_p2p.campaign.files import CampaignFiles
 from spes_p2p.campaign.invitations import keep, kept, read_option
-from spes_p2p.config.campaign import Campaign, PeerConfig
+from spes_p2p.config.campaign import CampaignConfig, PeerConfig
 from spes_p2p.consensus.admission import (
     NO_SERVICE,
     PROBATION_AUDITS,
@@ -18,14 +18,12 @@ from spes_p2p.consensus.admission import (
     utc,
 )
 from spes_p2p.consensus.commit_log import CommitLog
-from spes_p2p.consensus.output import LOG
 from spes_p2p.errors import Refused, UserError
 from spes_p2p.messages.admission import Invitation
 from spes_p2p.messages.consensus import Commit
 from spes_p2p.messages.presence import Probation
 from spes_p2p.net.interfaces import Identity
 from spes_p2p.rounds.audits import can_be_audited
-from spes_p2p.storage.interfaces import Store
 
 logger = logging.getLogger(__name__)
 
@@ -52,16 +50,12 @@ def admitted(
     return invitation
 
 
-def probation_of(
-    peer: str, store: Store, campaign: Campaign, genesis: Commit, invitation: Invitation | None, identity: Identity
-) -> Probation | None:
-    """Return how far a trainer with this invitation is by the commits in its run-dir; None if it is not on probation."""
-    rule = campaign.config.admission
-    if rule != "open":
+def probation_of(peer: str, log: CommitLog, config: CampaignConfig, invitation: Invitation | None) -> Probation | None:
+    """Return how far a trainer with this invitation is by these commits; None if it is not on probation."""
+    if config.admission != "open":
         return None
-    log = CommitLog(identity, genesis, store.records(LOG))
-    served, needs_audit = log.services(log.round).get(peer, NO_SERVICE), can_be_audited(campaign.config, log.recent(log.round))
-    if standing_of(rule, peer, invitation, genesis.helpers, served, needs_audit) != "newcomer":
+    served, needs_audit = log.services(log.round).get(peer, NO_SERVICE), can_be_audited(config, log.recent(log.round))
+    if standing_of(config.admission, peer, invitation, log.genesis.helpers, served, needs_audit) != "newcomer":
         return None
     return Probation(served.rounds, PROBATION_ROUNDS, served.audits, PROBATION_AUDITS if needs_audit else 0)
 

@@ -276,9 +276,6 @@ async def _prepare(
     keep_invitation(invitation, settings.run_dir)
     on_joined(files, net.transport.addresses[0])
     store = await asyncio.to_thread(DirectoryStore, settings.run_dir)  # deletes what a dead process left
-    probation = probation_of(net.identity.peer_id, store, files.campaign, genesis, invitation, net.identity)
-    if probation is not None:
-        logger.info("%s", on_probation(probation))
     async with still("making base 0", pauses.prepares):
         await join_with_base_0(first_contact(net), peers, files, genesis, settings, store)
     missed = None if settings.quota is None else await _missed_rounds(first_contact(net), peers, store)
@@ -317,6 +314,9 @@ async def _live_as_trainer(
         world = extension.around(world_of(net, ready.store, settings))
         named = settings.name or "", settings.team or ""
         node = await make_node(net, world, files, ready.genesis, "trainer", observers.all, ready.invitation, named)
+        probation = probation_of(node.peer_id, node.log, config, ready.invitation)
+        if probation is not None:
+            logger.info("%s", on_probation(probation))
         pauses.in_swarm(direct(net.transport.addresses), partial(met_addresses, node))
         library = await serve_text(node, ready.shelf, settings.private_urls or all(map(is_loopback, addresses)))
         leave = LeaveRequest()
