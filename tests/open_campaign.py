@@ -1,4 +1,4 @@
-"""An open campaign, its genesis, and commits and announcements to plan from: for tests."""
+"""An open campaign, its genesis, commits and announcements to plan from, and a swarm without audits: for tests."""
 
 from __future__ import annotations
 
@@ -35,3 +35,16 @@ def announce(tokens: int = 0, invitation: Invitation | None = None, **changes: A
         invitation=invitation,
     )
     return replace(made, **changes)
+
+
+def unaudited_swarm(
+    vouched: str, strangers: str, min_peers: int | None = None, reform_after_s: float = 60.0, **options: Any
+) -> VirtualSwarm:
+    """A swarm with a bootstrap peer, without audits, in which these have yet to start. `min_peers`: by default all of them."""
+    count = len(vouched + strangers) if min_peers is None else min_peers
+    sync = {"min_peers": count, "audited_share": 0.0, "reform_after_s": reform_after_s}
+    swarm = VirtualSwarm(campaign(total_steps=10**6, admission="open", sync=sync), **options)
+    for name in vouched:
+        swarm.invitations[name] = swarm.invitation(name, ("trainer", "elector"))
+    swarm.start_bootstrap()
+    return swarm

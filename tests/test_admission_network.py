@@ -70,3 +70,12 @@ def test_the_owner_invites_and_bans_and_nobody_else_comes_in(tmp_path: Path) -> 
         assert ids["B"] not in peers["A"].commits[number + 1].members
         assert "banned this peer" in refused(
             call("join", bootstrap.address, "--listen", LOOPBACK, "--run-dir", str(tmp_path / "B")))
+
+
+def test_a_stranger_that_joins_an_open_campaign_reads_that_it_is_on_probation(campaign: Path, tmp_path: Path) -> None:
+    with LocalPeers(tmp_path) as peers:
+        config = campaign.with_name("open.yaml")
+        config.write_text(f"{campaign.read_text()}admission: open\n")
+        address = peers.bootstrap(config, LOOPBACK).address
+        peers.join("X", address)
+        peers.wait(lambda: "on probation (0 of 10 rounds)" in peers["X"].log, PATIENCE_S, "X is told")

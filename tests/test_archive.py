@@ -43,7 +43,7 @@ def test_a_damaged_archive_costs_one_line() -> None:
     blob = bytearray(store.read("archived-5") or b"")
     blob[8] ^= 1
     store.write("archived-5", [bytes(blob)])
-    with pytest.raises(UserError, match="archived-5: cut short or damaged"):
+    with pytest.raises(UserError, match="archived-5: cut short or damaged; delete this file"):
         load_archived(store, 5, 10, "run-dir")
 
 

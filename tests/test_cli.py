@@ -285,6 +285,7 @@ BAD_COMMANDS: dict[str, tuple[Callable[[Place], list[str]], tuple[str, ...]]] = 
     "join malformed": (lambda p: ["join", "203.0.113.7:31337", "--run-dir", p.output], ("'203.0.113.7:31337'", "/p2p/")),
     "join no peer id": (lambda p: ["join", "/ip4/127.0.0.1/tcp/9", "--run-dir", p.output], ("does not end in /p2p/<peer id>",)),
     "join nobody": (join, ("no peer answers at", NOBODY)),
+    "join run-dir is a file": (lambda p: ["join", NOBODY, "--run-dir", a_file(p)], ("cannot be a run-dir (Not a directory)",)),
     "join hours": (lambda p: join(p, "--hours", "22"), ("--hours '22'", "22-8")),
     "join quota": (lambda p: join(p, "--quota", "20GB"), ("--quota '20GB'", "20GB/day")),
     "join device": (lambda p: join(p, "--devices", "tpu"), ("--devices", "tpu")),
@@ -706,7 +707,7 @@ def test_a_damaged_run_dir_is_refused(swarm_place: Place, running: LocalPeers) -
     for content in (whole[:-100], whole[:50], whole[:5], b"", damaged):
         (run_dir / "base").write_bytes(content)
         arguments = ["export", "--run-dir", str(run_dir), "--output", str(output)]
-        assert_refused(swarm_place.folder, arguments, str(run_dir / "base"), "cut short or damaged")
+        assert_refused(swarm_place.folder, arguments, str(run_dir / "base"), "cut short or damaged; start its peer again")
     (run_dir / "base").unlink()
     assert_refused(swarm_place.folder, ["export", "--run-dir", str(run_dir), "--output", str(output)], "contains no base yet")
     (run_dir / "genesis").unlink()

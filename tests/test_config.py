@@ -171,6 +171,11 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
         load_campaign_config(tmp_path / "binary")
 
 
+@pytest.mark.parametrize("content", ['{"version": "1", "model": {"type": "BPE"}, "padding": []}', '{"config": {"name": "x"}}'])
+def test_a_file_of_another_kind_is_no_campaign_file(tmp_path: Path, content: str) -> None:
+    assert message_for(tmp_path / "file", content).startswith("FILE: no campaign file: ")
+
+
 def test_a_good_file_means_what_it_says(tmp_path: Path) -> None:
     path = tmp_path / "campaign.yaml"
     path.write_text(GOOD)

@@ -636,7 +636,7 @@ def test_steps_that_are_added_to_a_complete_campaign_are_reached() -> None:
 
 def test_a_schedule_and_a_requirement_that_are_not_in_effect_yet_are_taken_back_in_the_words_that_the_owner_is_told() -> None:
     for words, opposite, news in (
-        ("schedule 99 learning_rate=0.5", "schedule 99", "no longer from round 99 on learning_rate 0.5"),
+        ("schedule 99 learning_rate=0.5", "schedule 99", "taken back: from round 99 on learning_rate 0.5"),
         (f"require {PROTOCOL_VERSION} from 99", "require none", f"protocol {PROTOCOL_VERSION} no longer required"),
     ):
         earlier = parse_order(["schedule", "5", "learning_rate=0.1"])(view())

@@ -101,6 +101,17 @@ def test_limit_and_fewshot_reach_the_task(checkpoint: Path, tasks: Path) -> None
     assert (result["samples"], result["num_fewshot"]) == ({"colours": 2}, {"colours": 1})
 
 
+@pytest.mark.long
+def test_who_asks_for_more_shots_than_fit_into_the_context_is_told(checkpoint: Path, tasks: Path, tmp_path: Path) -> None:
+    short = Path(shutil.copytree(checkpoint, tmp_path / "short"))
+    config = json.loads((short / "config.json").read_text())
+    (short / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 8}))
+    shown = [render(evaluate(short, {"colours": shots}, include_path=tasks)).splitlines() for shots in (1, 2)]
+    assert len(shown[0]) == 3
+    assert shown[1][3:] == ["warning: prompts longer than the model's context of 8 tokens have lost their beginning, shots "
+                            "first: 3 of 3 in colours; give fewer shots"]
+
+
 def test_evaluation_leaves_the_network_switches_as_they_were(
     checkpoint: Path, tasks: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

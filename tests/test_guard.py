@@ -70,17 +70,17 @@ def test_a_loss_that_runs_away_from_a_lower_training_loss_on_text_read_again_is_
     training_loss: float, passes: float, overfits: bool
 ) -> None:
     """When training diverges or a member does harm, the training loss rises too."""
-    told = advice(3.7, training_loss, passes, 100, has_audits=False)
+    told = advice(3.7, training_loss, passes, 100, audit="")
     assert ("probably overfits" in told) is overfits
     assert ("'clipped' warnings" in told) is not overfits
     assert not overfits or "the training loss is 1.9 and the text was read 10.2 times" in told
     assert ("rollback 100" in told) is overfits
-    assert "rollback" not in advice(3.7, training_loss, passes, -1, has_audits=False)
+    assert "rollback" not in advice(3.7, training_loss, passes, -1, audit="")
 
 
 def test_where_there_are_audits_no_stranger_is_banned_for_being_clipped_alone() -> None:
-    assert "audit PEER) and ban those that fail" in advice(3.7, 4.1, 1.0, 100, has_audits=True)
-    assert "ban them" in advice(3.7, 4.1, 1.0, 100, has_audits=False)
+    assert "audited (control audit PEER) and ban those that fail" in advice(3.7, 4.1, 1.0, 100, "control audit PEER")
+    assert "ban them" in advice(3.7, 4.1, 1.0, 100, audit="")
 
 
 class Judged(VirtualSwarm):
@@ -132,7 +132,7 @@ def test_a_loss_that_runs_away_again_pauses_the_campaign(caplog: pytest.LogCaptu
     with caplog.at_level(logging.ERROR):
         simulate(main)
     assert "did not help: pausing" in caplog.text
-    assert "spes-p2p control ADDRESS --key KEY resume" in caplog.text
+    assert "; continue with spes-p2p control /memory/W/p2p/W --key KEY resume" in caplog.text
 
 
 @pytest.mark.long
@@ -164,7 +164,7 @@ def test_a_restarted_guard_knows_what_it_saw_and_what_did_not_help(caplog: pytes
         simulate(main)
     assert "rolling back to round 2" in caplog.text
     assert "did not help: pausing" in caplog.text
-    assert "spes-p2p control ADDRESS --key KEY resume" in caplog.text
+    assert "; continue with spes-p2p control /memory/W/p2p/W --key KEY resume" in caplog.text
 
 
 def says(monkeypatch: pytest.MonkeyPatch, liars: str, loss: float) -> None:

@@ -299,7 +299,8 @@ def test_a_malformed_proposal_on_the_disk_costs_its_assignments_and_nothing_else
         assert swarm.peers["B"].node.log.last.step == 50
 
     simulate(main)
-    assert "without the assignments of round 2" in caplog.text
+    assert "without the assignments of round 2 (" in caplog.text
+    assert "nothing is to be done" in caplog.text
     assert "is left out" in caplog.text
 
 

@@ -8,16 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from recorded_run import run_dir
+from recorded_run import CONFIG, run_dir
 from synthetic_swarm import synthetic_swarm
 
 from spes_p2p.campaign.files import read_run_dir
-from spes_p2p.client.me import StillPreparing, as_of, look_at, own_share, render
+from spes_p2p.client.me import StillPreparing, as_of, look_at, own_share, render, with_probation
 from spes_p2p.config.campaign import make_peer_config
 from spes_p2p.errors import UserError
 from spes_p2p.messages.presence import Contribution, RoundRecord
 from spes_p2p.net.identity import RSAIdentity
-from spes_p2p.observe.events import BaseRestored, Controlled, Event, PhaseTrained, RoundCommitted
+from spes_p2p.observe.events import BaseRestored, Controlled, Event, PeerStarted, PhaseTrained, RoundCommitted
 from spes_p2p.observe.history import Entry
 from spes_p2p.session.observers import observing
 from spes_p2p.session.own_state import STATE_FILE, OwnState, StateFile
@@ -156,6 +156,15 @@ def test_a_new_trainer_has_nothing_yet() -> None:
     share = own_share([], ME, 20, replace(RUNNING, state="paused", detail="until 22:00"), now=0.0)
     assert (share.tokens, share.rounds, share.round) == (0, 0, 0)
     assert "paused: until 22:00" in render(share)
+
+
+@pytest.mark.parametrize("rule", ["open", "friends"])
+def test_a_stranger_reads_that_it_is_on_probation_and_what_that_means_for_its_credit(tmp_path: Path, rule: str) -> None:
+    run_dir(tmp_path, [], PeerStarted(ME), config=CONFIG.model_copy(update={"admission": rule}))
+    (tmp_path / STATE_FILE).write_text("")
+    shown = render(with_probation(look_at(tmp_path), tmp_path))
+    told = "  standing on probation (0 of 10 rounds): until it ends, all newcomers together count for at most a quarter of the "
+    assert (told in shown, "so less may be credited than was trained" in shown) == (rule == "open", rule == "open")
 
 
 def test_a_bootstrap_peers_run_dir_is_said_to_be_no_trainers(tmp_path: Path) -> None:

@@ -39,6 +39,12 @@ def test_a_cell_shows_lines_without_spinners_and_colours(in_notebook: bool, tmp_
     assert ("\x1b" in said) is not in_notebook
 
 
+def test_the_notebook_installs_the_tested_versions_for_a_gpu() -> None:
+    (installing,) = ("".join(cell["source"]) for cell in CELLS if "install" in cell["metadata"].get("tags", []))
+    assert "pip install -c constraints.txt '.[cuda]'" in (ROOT / "README.md").read_text()
+    assert "%pip install -q -c spes_p2p/constraints.txt './spes_p2p[cuda]'" in installing
+
+
 @pytest.mark.network
 @pytest.mark.skipif(BLOCKED is not None, reason=f"no networks with routers here: {BLOCKED}")
 def test_the_notebook_trains_until_the_campaign_ends(campaign: Path, tmp_path: Path) -> None:

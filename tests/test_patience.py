@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -176,7 +178,9 @@ EXCUSES = [
     ids=lambda refused: refused.code.value,
 )
 @pytest.mark.long
-def test_a_coordinator_with_excuses_does_not_stop_rounds(refused: Refused) -> None:
+def test_a_coordinator_with_excuses_does_not_stop_rounds(refused: Refused, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "spes_p2p.peer.attempt")
+
     async def main() -> None:
         swarm = swarm_of()
         swarm.around["X"] = lambda world: tampered(Liar(world, swarm.campaign.config), Excuses(refused))
@@ -184,6 +188,8 @@ def test_a_coordinator_with_excuses_does_not_stop_rounds(refused: Refused) -> No
         assert await longest_round_s(swarm, 8) < 250
 
     simulate(main)
+    said = Counter(line for line in caplog.messages if f"{refused.detail} (" in line)
+    assert max(said.values(), default=0) <= 2 * len(HONEST), "no peer says every second why it waits"
 
 
 @pytest.mark.long

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 from contextlib import closing
 from dataclasses import replace
 from datetime import datetime, timedelta
@@ -25,6 +26,7 @@ from spes_p2p.session.pause_rules import (
     BUSY_S,
     IDLE_S,
     IdleRule,
+    Pause,
     Traffic,
     Use,
     outside_hours,
@@ -103,6 +105,16 @@ def test_a_short_burst_neither_starts_nor_ends_a_pause() -> None:
 
 def test_it_starts_paused_on_a_machine_in_use() -> None:
     assert pauses([(100, BUSY)]) == [True]
+
+
+@pytest.mark.parametrize(("use", "told"), [
+    (BUSY, "until others use at most 20 % of all cores (now 50 %) for 5 min (--only-when-idle)"),
+    (GAME, "until others use at most 20 % of all cores (now 5 %) and 10 % of a GPU (now 60 %) for 5 min (--only-when-idle)"),
+])
+def test_it_says_what_others_use_while_it_waits_for_them(use: Use, told: str) -> None:
+    rule = IdleRule()
+    rule.see(use, 0)
+    assert rule.pause() == Pause("busy", told)
 
 
 def test_it_pauses_on_battery_at_once_and_no_longer() -> None:
@@ -289,7 +301,7 @@ NO_QUOTAS = ["20GB", "20GB/week", "0GB/day", "much/day", "-1GB/day", "1e999GB/da
 
 @pytest.mark.parametrize("text", NO_QUOTAS)
 def test_what_is_no_quota_is_refused(text: str) -> None:
-    with pytest.raises(UserError, match=r"--quota '.*': must be a size per day such as 20GB/day"):
+    with pytest.raises(UserError, match=f"--quota {re.escape(repr(text))}: must be a size per day such as 20GB/day"):
         parse_bytes_per_day(text, "--quota")
 
 

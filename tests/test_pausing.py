@@ -190,7 +190,7 @@ def test_resume_says_what_a_trainer_waits_for_that_its_quota_still_pauses(tmp_pa
     state.write(QUOTA)
     ended = call("resume", str(tmp_path))
     state.close()
-    assert (ended.code, ended.stdout, ended.stderr) == (0, f"{QUOTA.line}\n", "")
+    assert (ended.code, ended.stdout, ended.stderr) == (1, f"your pause is over, but the trainer stays {QUOTA.line}\n", "")
 
 
 def test_resume_says_at_once_that_the_owners_pause_holds(tmp_path: Path) -> None:

@@ -198,7 +198,7 @@ CAMPAIGN_FILES = ("campaign.json", "genesis", "tokenizer.json", "manifest.json",
 @pytest.mark.parametrize("name", CAMPAIGN_FILES)
 @pytest.mark.parametrize("harm", [*HARMS, "deleted"])
 def test_a_harmed_file_of_the_campaign_is_named_and_restored_by_the_campaign_that_the_genesis_belongs_to(
-    tmp_path: Path, name: str, harm: str
+    tmp_path: Path, name: str, harm: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Without its campaign file, which is written last, a run-dir is a new one."""
     known = campaign().model_copy(update={f"{file}_sha256": sha256(content) for file, content in NAMED.items()})
@@ -230,6 +230,7 @@ def test_a_harmed_file_of_the_campaign_is_named_and_restored_by_the_campaign_tha
     else:
         keep_campaign(files, genesis, tmp_path)
         assert read_run_dir(tmp_path) == whole
+        assert caplog.messages == [f"{tmp_path}: restored {name}, damaged or missing"]
 
 
 @pytest.mark.parametrize("harm", ["cut in the middle", "deleted"])

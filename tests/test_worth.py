@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from network_swarm import LocalPeers, call, write_variant
+from recorded_run import run_dir
 from torch.nn import functional
 from transformers import PreTrainedModel
 
@@ -22,9 +23,11 @@ from spes_p2p.client.worth import WORTH_FILE, masked_losses, worth_of
 from spes_p2p.config.model import ModelSection
 from spes_p2p.errors import UserError
 from spes_p2p.model.build import initial_state, layout_of
+from spes_p2p.observe.events import PeerStarted, RoundCommitted
 from spes_p2p.rounds.base import Base, save_base
 from spes_p2p.rounds.digest import state_digest
 from spes_p2p.rounds.outer import first_base
+from spes_p2p.session.own_state import STATE_FILE
 from spes_p2p.session.text import held_out_samples, open_text
 from spes_p2p.storage.store import DirectoryStore
 from spes_p2p.testing.plain_model import plain_model
@@ -128,6 +131,23 @@ def test_what_cannot_be_measured_is_one_line(files: CampaignFiles, tmp_path: Pat
     worth = worth_of(folder, MINE, (), files.folders)
     shown = render(replace(own_share([], "QmMe", 20, None, 0.0), worth=worth))
     assert f"  worth    experts 1 3: {worth.nats:+.4f} ± {worth.error:.4f} nats per token" in shown
+
+
+@pytest.mark.usefixtures("measured_here")
+def test_the_usual_figures_are_printed_where_the_worth_cannot_be_measured(tmp_path: Path) -> None:
+    all_mine = RoundCommitted(
+        round=5, campaign_step=25, total_steps=40, tokens=300, total_tokens=1000, loss=4.0, members=("QmMe",),
+        owners=(("QmMe",),) * 4, base_digest="d", parts=4, dropped_parts=0, sent_bytes=0, received_bytes=0,
+        contributions=(("QmMe", 300, 20),),
+    )
+    run_dir(tmp_path, [], PeerStarted("QmMe"), all_mine)
+    (tmp_path / STATE_FILE).write_text("")
+    told = call("me", str(tmp_path), "--worth")
+    assert (told.code, "300 trained here are in the model, 30.0 % of all" in told.stdout) == (2, True)
+    assert told.stderr.splitlines()[-1] == (
+        "error: the worth of 4 of 4 experts cannot be measured: too few would remain, since each token needs 2; wait for more "
+        "trainers, which take some over, or join with --experts 2"
+    )
 
 
 @pytest.mark.network

@@ -183,17 +183,22 @@ def keep_campaign(files: CampaignFiles, genesis: Commit, run_dir: Path) -> None:
     """Write the campaign to the run-dir. Raises UserError if that belongs to another campaign."""
     if check_run_dir(files, genesis, run_dir):
         return
+    wanted = {
+        TOKENIZER_FILE: files.tokenizer,
+        MANIFEST_FILE: files.manifest,
+        VALIDATION_FILE: files.validation_manifest,
+        GENESIS_FILE: frame_record(pack(genesis)),
+        CAMPAIGN_FILE: files.campaign.canonical_json(),
+    }
+    missing = {name: content for name, content in wanted.items() if content is not None and content != _content(run_dir / name)}
     if (run_dir / CAMPAIGN_FILE).exists():
-        logger.warning("%s: files of the campaign were damaged or missing; restored them", run_dir)
-    for name, content in (
-        (TOKENIZER_FILE, files.tokenizer),
-        (MANIFEST_FILE, files.manifest),
-        (VALIDATION_FILE, files.validation_manifest),
-        (GENESIS_FILE, frame_record(pack(genesis))),
-        (CAMPAIGN_FILE, files.campaign.canonical_json()),
-    ):
-        if content is not None:
-            write_whole(run_dir / name, content)
+        logger.warning("%s: restored %s, damaged or missing", run_dir, " and ".join(missing))
+    for name, content in missing.items():
+        write_whole(run_dir / name, content)
+
+
+def _content(path: Path) -> bytes | None:
+    return path.read_bytes() if path.exists() else None
 
 
 def read_run_dir(run_dir: Path) -> tuple[CampaignFiles, Commit] | None:

@@ -145,6 +145,7 @@ def control(
 ) -> None:
     """Pause, resume, stop or roll back your campaign, change its schedule, ban or pardon a peer, require a newer protocol."""
     from spes_p2p.campaign.orders import parse_order
+    from spes_p2p.consensus.control import TAKEN_BACK
 
     own, addresses = options.own_or_addresses([target])
     make = parse_order(order)
@@ -156,8 +157,8 @@ def control(
     accepted = f"{given.accepted} of {given.peers} peers have order {given.control.number}"
     when = "is decided" if order[0] in ("schedule", "require") else "takes effect"
     taken_back = f", instead of {given.revoked}, which had no effect yet" if given.revoked else ""
-    words = f"ordered: {given.news or 'as before'}{taken_back}; {accepted}"
-    print(f"{words}; it {when} with the first round committed after round {given.round}")
+    news = given.news if given.news.startswith(TAKEN_BACK) else f"ordered: {given.news or 'as before'}"
+    print(f"{news}{taken_back}; {accepted}; it {when} with the first round committed after round {given.round}")
     if given.unreached:
         print(f"note: {given.unreached}")
 

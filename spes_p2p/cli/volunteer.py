@@ -12,6 +12,7 @@ import typer
 
 from spes_p2p.cli import options
 from spes_p2p.cli.terminal import ProgressBar, run, run_peer, say_waiting, waiting
+from spes_p2p.errors import UserError
 from spes_p2p.observe.log import setup_logging
 
 if TYPE_CHECKING:
@@ -168,20 +169,26 @@ def me(
     """Show what your trainer has contributed: tokens, rounds, experts, time, its share of the model, the next round."""
     options.check_data_folders(data_dir)
 
-    from spes_p2p.client.me import as_the_swarm_says, look_at, look_at_worth, render
+    from spes_p2p.client.me import as_the_swarm_says, look_at, look_at_worth, render, with_probation
     from spes_p2p.observe.json_values import to_json
 
-    found = look_at(run_dir, identity)
+    found, unmeasured = look_at(run_dir, identity), None
     if worth:
         for_what = "measuring the loss without your experts"
         say_waiting(f"{for_what}, at the lowest priority")
         with ProgressBar(for_what, "loading the model, at the lowest priority") as update:
-            found = look_at_worth(run_dir, identity, data_dir or (), update)
+            try:
+                found = look_at_worth(run_dir, identity, data_dir or (), update)
+            except UserError as error:
+                unmeasured = error
     if found.state == "paused":
         setup_logging("warning", False)
         with waiting("asking the swarm how far it is"):
             found = run(as_the_swarm_says(found, run_dir))
+    found = with_probation(found, run_dir)
     print(json.dumps(to_json(found), indent=2) if as_json else render(found))
+    if unmeasured is not None:
+        raise unmeasured
 
 
 def _order_pause(run_dir: Path, pauses: bool, as_json: bool) -> None:
@@ -205,7 +212,9 @@ def _order_pause(run_dir: Path, pauses: bool, as_json: bool) -> None:
     elif not pauses and not state.reason:
         print(f"{state.line}; it trains after that")
     else:
-        print(state.line)
+        print(state.line if pauses else f"your pause is over, but the trainer stays {state.line}")
+    if state is not None and state.reason and not pauses:
+        raise typer.Exit(1)  # a script that resumes is to know
 
 
 def identity(run_dir: options.RunDir = Path("runs/peer"), identity: options.IdentityFile = None) -> None:

@@ -7,9 +7,10 @@ import json
 import logging
 import os
 import shlex
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from spes_p2p.client.loading import DTYPES, load_model, load_tokenizer
 from spes_p2p.client.task_names import unknown_task
@@ -34,7 +35,8 @@ def evaluate(
     """Run lm-eval tasks on a Hugging Face checkpoint.
 
     Returns `{"model", "tasks": {task: {metric: value}}, "samples", "num_fewshot", "versions", "groups": {group: [subtask]},
-    "lm_eval", "dtype", "device"}`. Values are JSON values (NaN is null).
+    "cut": {task: examples whose prompt is longer than the context}, "context", "lm_eval", "dtype", "device"}`. Values are JSON
+    values (NaN is null).
 
     `tasks`: few-shot examples in the prompt by task; None is the task's own number. `limit` is the number of examples of each
     task. `batch_size` may be "auto": the largest that fits the GPU. Tasks are looked up in `include_path` first; only if one is
@@ -63,7 +65,9 @@ def evaluate(
             raise UserError(f"{model_dir}: the context is {longest} tokens, but an answer of {', '.join(tasks)} is longer; "
                             "choose tasks with shorter answers") from None
     weights = str(model.model.dtype).removeprefix("torch.")
-    return _summary(outcome, {"model": str(model_dir), "lm_eval": lm_eval.__version__, "dtype": weights, "device": device})
+    cut = dict(sorted(Counter(task for task, _ in model.cut).items()))
+    conditions = {"model": str(model_dir), "lm_eval": lm_eval.__version__, "dtype": weights, "device": device}
+    return _summary(outcome, {**conditions, "cut": cut, "context": model.max_length})
 
 
 def check_checkpoint(model_dir: Path) -> None:
@@ -201,7 +205,10 @@ def render(results: Mapping[str, Any]) -> str:
     rows = [EVALUATION_COLUMNS, *evaluation_rows(results)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     table = ["  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    return "\n".join([f"{results['model']}{of_round}; {conditions(results)}", *table])
+    cut = [f"{count} of {results['samples'][task]} in {task}" for task, count in results["cut"].items()]
+    warning = (f"warning: prompts longer than the model's context of {results['context']} tokens have lost their beginning, "
+               f"shots first: {', '.join(cut)}; give fewer shots")
+    return "\n".join([f"{results['model']}{of_round}; {conditions(results)}", *table, *([warning] if cut else [])])
 
 
 @contextlib.contextmanager
@@ -247,11 +254,27 @@ def _load_tasks(manager: Any, tasks: Mapping[str, int | None]) -> list[Any]:
 def _load_model(model_dir: Path, device: str, batch_size: int | str, dtype: str | None) -> Any:
     from lm_eval.models.huggingface import HFLM
 
+    class NotingCuts(HFLM):  # type: ignore[misc]
+        """Keeps (task, document) of the prompts that lm-eval cuts to the context."""
+
+        cut: ClassVar[set[tuple[str, int]]] = set()
+
+        def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> Any:
+            self._asked = requests
+            return super().loglikelihood(requests, disable_tqdm)
+
+        def _loglikelihood_tokens(self, requests: list[Any], *arguments: Any, **options: Any) -> Any:
+            asked, self._asked = self._asked, []
+            for request, (_, context, continuation) in zip(asked, requests, strict=False):
+                if len(context) + len(continuation) > self.max_length + 1:
+                    self.cut.add((request.task_name, request.doc_id))
+            return super()._loglikelihood_tokens(requests, *arguments, **options)
+
     model, tokenizer = load_model(model_dir, device, dtype), load_tokenizer(model_dir)
-    return HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size)
+    return NotingCuts(pretrained=model, tokenizer=tokenizer, batch_size=batch_size)
 
 
-def _summary(outcome: Any, conditions: dict[str, str]) -> dict[str, Any]:
+def _summary(outcome: Any, conditions: dict[str, Any]) -> dict[str, Any]:
     scores = {
         task: {name.removesuffix(",none"): value for name, value in row.items() if isinstance(value, (int, float))}
         for task, row in outcome["results"].items()

@@ -93,12 +93,13 @@ def install(name: str, arguments: Sequence[str], run_dir: Path) -> list[str]:
     if read_own_state(run_dir) is not None and not _systemctl("is-active", path.name):
         raise UserError(f"{run_dir}: a trainer runs with it that this service did not start; end it first: Ctrl-C or kill")
     write_whole(path, unit_text(arguments, run_dir, Path.cwd()).encode())
-    told = [f"wrote {path}", *_verify(path)]
+    told = [f"wrote {path}"]
     if not _systemctl("daemon-reload"):
         command = shlex.join(("nohup", sys.executable, "-m", "spes_p2p", "join", *arguments))
         told.append("systemd does not run here for this user; install again where it does. To start the trainer without it:")
         told.append(f"{command} > {path.stem}.log 2>&1 &")
         return told
+    told += _verify(path)
     # A trainer that runs already would go on with its old arguments if the unit were only started.
     if _systemctl("enable", path.name) and _systemctl("restart", path.name):
         told.append("started; it starts again at each login")

@@ -123,9 +123,11 @@ def _check_that_others_suffice(model: ModelSection, experts: Sequence[int]) -> N
     from spes_p2p.model.shape import shape_of
 
     top_k = shape_of(model).top_k
-    if model.moe_num_experts - len(experts) < top_k:
+    most = model.moe_num_experts - top_k
+    if len(experts) > most:
         raise UserError(f"the worth of {len(experts)} of {model.moe_num_experts} experts cannot be measured: too few would "
-                        f"remain, since each token needs {top_k}")
+                        f"remain, since each token needs {top_k}; wait for more trainers, which take some over, or join with "
+                        f"--experts {most}")
 
 
 def _kept(path: Path) -> Worth | None:

@@ -437,6 +437,8 @@ def load_campaign_config(path: Path) -> CampaignConfig:
     from spes_p2p.config.yaml_file import read_yaml_mapping  # clients get campaigns as JSON
 
     file = read_yaml_mapping(path, "campaign file")
+    if 2 * len(file.values.keys() & CampaignConfig.model_fields.keys()) < len(file.values):
+        raise UserError(f"{path}: no campaign file: most of its fields belong in none; give the one that spes-p2p init wrote")
     _check_schema(file.values, str(path))
     values = with_config_json(file.values, path.parent, file.where(("model", "config")))
     return validated(CampaignConfig, values, file.where)

@@ -64,10 +64,7 @@ def parse_seconds(text: str, option: str) -> int:
 
 def parse_bytes_per_day(text: str, option: str) -> int:
     """Return bytes per day, of 20GB/day. Raises UserError naming the option."""
-    size, _, period = text.partition("/")
-    if period.strip() != "day":
-        raise UserError(f"{option} {text!r}: must be a size per day such as 20GB/day")
-    return max(1, round(_parse(size, option, _BYTES, "a size per day such as 20GB/day")))
+    return max(1, round(_parse(text, option, _BYTES, "a size per day such as 20GB/day", r"\s*/\s*day")))
 
 
 def parse_hours(text: str, option: str) -> Hours:

@@ -195,6 +195,7 @@ def _message(control: Control) -> bytes:
     return b"spes control\0" + pack(replace(control, signature=b""))
 
 
+TAKEN_BACK = "taken back:"
 NAMED_PEERS = 3
 """At most so many peers are named where an order is described as a whole."""
 
@@ -243,7 +244,7 @@ def describe_news(control: Control, before: Control | None, round_number: int) -
     ordered = replace(control, state=state, changes=fresh, banned=(), audited=(), requires=requires, by_guard=by_guard)
     words = ["resumed"] if control.state == "running" != known.state else []
     words += [text] if (text := describe(ordered, round_number)) else []
-    words += [f"no longer from round {change.round} on {_words(change.training)}" for change in taken_back]
+    words += [f"{TAKEN_BACK} from round {change.round} on {_words(change.training)}" for change in taken_back]
     words += [f"protocol {known.requires.protocol} no longer required"] if known.requires and not control.requires else []
     words += [f"{peer[-6:]} banned" for peer in control.banned if peer not in known.banned]
     words += [f"{peer[-6:]} no longer banned" for peer in known.banned if peer not in control.banned]

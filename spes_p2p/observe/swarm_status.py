@@ -10,8 +10,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from spes_p2p.messages.audits import Audited
-from spes_p2p.messages.presence import PeerStatus
+from spes_p2p.messages.presence import PeerStatus, Probation
 from spes_p2p.observe.json_values import to_json
+from spes_p2p.observe.units import counted
 
 SLOW_LINE = 4.0
 """A line is slow if its upload is less than the median by this factor."""
@@ -217,6 +218,18 @@ def lacking_vouched(has_begun: bool, rounds_go_on: bool) -> str:
     what = ("rounds go on, but " if rounds_go_on else "") + "the schedule waits" if has_begun else "round 0 waits"
     anew = "" if has_begun else ", or begins anew with sync.min_peers: 0"
     return f"{what} for a trainer that the owner vouches for; the owner invites one with --roles trainer,elector{anew}"
+
+
+def progress_of(probation: Probation) -> str:
+    """Say how far a peer on probation is."""
+    audit = ", no audit passed yet" if probation.audits < probation.audits_needed else ""
+    return f"{min(probation.rounds, probation.rounds_needed)} of {counted(probation.rounds_needed, 'round')}{audit}"
+
+
+def on_probation(probation: Probation) -> str:
+    """Tell a peer that it is on probation, and what that means for it."""
+    return (f"on probation ({progress_of(probation)}): until it ends, all newcomers together count for at most a quarter of "
+            "the trainers that the owner vouches for, so less may be credited than was trained")
 
 
 def slow_lines(peers: Sequence[PeerStatus], before: Collection[str] = ()) -> tuple[str, ...]:

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from spes_p2p.messages.presence import PeerStatus
-from spes_p2p.observe.swarm_status import NO_MAJORITY, SwarmStatus, gather, lacking_vouched, sync_seconds
+from spes_p2p.observe.swarm_status import NO_MAJORITY, SwarmStatus, gather, lacking_vouched, progress_of, sync_seconds
 from spes_p2p.observe.units import (
     UNKNOWN,
     counted,
@@ -246,12 +246,8 @@ def _standings(swarm: SwarmStatus) -> list[Text]:
 
 
 def _served(status: PeerStatus) -> str:
-    """Say how far a peer on probation is."""
-    probation = status.probation
-    if probation is None or status.standing != "newcomer":
-        return ""
-    audit = ", no audit passed yet" if probation.audits < probation.audits_needed else ""
-    return f" ({min(probation.rounds, probation.rounds_needed)} of {counted(probation.rounds_needed, 'round')}{audit})"
+    probation = status.probation if status.standing == "newcomer" else None
+    return f" ({progress_of(probation)})" if probation is not None else ""
 
 
 def _task_scores(swarm: SwarmStatus) -> list[Text]:

@@ -68,6 +68,8 @@ class RoundMember:
         """Coordinators that refused this peer's version or campaign."""
         self._turned_away = 0
         """How often in this round a coordinator had too many newcomers."""
+        self._said: set[str] = set()
+        """What the log says of refusals in this round: a peer that comes late meets the same one every second."""
 
     async def take_part(self, seconds: dict[str, float]) -> None:
         """Bring the round after the base to a decision, or return when this peer is asked to leave.
@@ -86,6 +88,7 @@ class RoundMember:
 
     async def _decide(self, seconds: dict[str, float]) -> None:
         target, attempt, self._turned_away = self._replica.base.round + 1, 0, 0
+        self._said.clear()
         while self._node.log.last.id == self._replica.base.commit and not self._leave.is_made:
             seconds.clear()
             order = self._node.coordinators()
@@ -151,8 +154,10 @@ class RoundMember:
             return attempt
         await self._leave.wait(BACKOFF_S)
         if refused.code in (Code.CLOSED, Code.ALIVE, Code.LEAVING):
-            if coordinator != self._node.peer_id:
-                logger.info("round %d: %s (%s)", target, refused.detail, coordinator[-6:])
+            line = f"round {target}: {refused.detail} ({coordinator[-6:]})"
+            if coordinator != self._node.peer_id and line not in self._said:
+                self._said.add(line)
+                logger.info("%s", line)
             if refused.code is Code.CLOSED:
                 self._patience.proposed(coordinator)
                 return attempt

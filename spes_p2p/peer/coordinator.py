@@ -107,7 +107,7 @@ class Coordination:
         """Serve one member's stream, from its announcement, which is checked and `signed`, to the decided commit."""
         if self._plan.done():
             self._context.too_late.add(stream.remote, self.parent, self._node.is_invited(announcement.invitation))
-            raise Refused(Code.CLOSED, "the plan of this attempt is made")
+            raise Refused(Code.CLOSED, "it has begun without this peer, which takes part in the next one")
         self._check_length(announcement, signed)
         self._members.join(stream, announcement, signed)
         try:
@@ -139,7 +139,7 @@ class Coordination:
         if announcement.base_digest != plan.base_digest:
             raise Refused(Code.DIGEST, "your base differs from most members' bases")
         if index is None:
-            raise Refused(Code.CLOSED, "the plan of this attempt was being made")
+            raise Refused(Code.CLOSED, "it has begun without this peer, which takes part in the next one")
         await self._send_record(stream, self._proposal_to)
         report: asyncio.Future[Message] | None = None
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import shlex
 from dataclasses import dataclass, field, replace
 
 from spes_p2p.campaign.orders import CampaignView, pause, rollback
@@ -43,8 +44,9 @@ class Guard:
     anew when the owner resumes the campaign.
     """
 
-    def __init__(self, node: Node):
-        self._node = node
+    def __init__(self, node: Node, key: str):
+        """`key`: the file of this peer's key, for people."""
+        self._node, self._key = node, key
         self._is_owner = node.peer_id == owner_of(node.log.genesis)
         self._memory = _read(node.world.store) if self._is_owner else _Memory()
 
@@ -89,10 +91,11 @@ class Guard:
         if target < 0 or target == self._memory.returned_to:
             why = "no base of then is archived" if target < 0 else f"a rollback to round {target} did not help"
             passes = plan.cursor.epoch + plan.cursor.position / node.rules.num_samples
+            control = f"spes-p2p control {node.world.transport.addresses[0]} --key {shlex.quote(self._key)}"
+            loss, audits = plan.loss if plan.tokens else math.inf, are_audited(node.campaign.config)
             logger.error(
-                "%s; %s: pausing the campaign; %s; continue with spes-p2p control ADDRESS --key KEY resume, with the key of "
-                "this peer", found, why,
-                advice(best.loss, plan.loss if plan.tokens else math.inf, passes, target, are_audited(node.campaign.config)),
+                "%s; %s: pausing the campaign; %s; continue with %s resume", found, why,
+                advice(best.loss, loss, passes, target, f"{control} audit PEER" if audits else ""), control,
             )
             order = pause(view)
         else:
@@ -102,19 +105,20 @@ class Guard:
         node.decisions.take_control(signed(replace(order, by_guard=True), node.world.identity))
 
 
-def advice(best_loss: float, training_loss: float, passes: float, archived: int, has_audits: bool) -> str:
+def advice(best_loss: float, training_loss: float, passes: float, archived: int, audit: str) -> str:
     """Return what to do about a loss that has run away.
 
-    `best_loss`: held-out. `passes`: how often the text was read. `archived`: round of a good base; -1: none. `has_audits`: of
-    the campaign; an honest stranger is clipped, too, beside vouched trainers of which most steps are missing.
+    `best_loss`: held-out. `passes`: how often the text was read. `archived`: round of a good base; -1: none. `audit`: the
+    command, where there are audits; an honest stranger is clipped, too, beside vouched trainers of which most steps are
+    missing.
     """
     if passes > 1 and training_loss < best_loss:
         back = f"order rollback {archived} and stop, or " if archived >= 0 else ""
         return (f"the training loss is {training_loss:.3g} and the text was read {passes:.1f} times, so the model probably "
                 f"overfits: {back}start a campaign with more text")
-    if has_audits:
-        return ("have strangers that 'clipped' warnings name in round after round audited (spes-p2p control ADDRESS --key KEY "
-                "audit PEER) and ban those that fail, or reduce the learning rate")
+    if audit:
+        return (f"have strangers that 'clipped' warnings name in round after round audited ({audit}) and ban those that fail, "
+                "or reduce the learning rate")
     return "look for peers that 'clipped' warnings name in round after round and ban them, or reduce the learning rate"
 
 

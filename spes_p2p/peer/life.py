@@ -56,9 +56,10 @@ class Peer:
         arrays_in_memory: bool = False,
         checkpoint_every_s: float = 0.0,
         leave: LeaveRequest | None = None,
+        key: str = "KEY",
     ):
-        """`make_trainer`: None for a helper. `where` names the run-dir in messages; `status` is what a status call gets.
-        `leave`: what `leave` makes, where others wait for it too.
+        """`make_trainer`: None for a helper. `where` and `key` name the run-dir and the file of this peer's key in messages;
+        `status` is what a status call gets. `leave`: what `leave` makes, where others wait for it too.
         """
         self.node = node
         self.layout = layout
@@ -73,7 +74,7 @@ class Peer:
         self._samples = AssignedSamples()
         self._reporter = EventReporter(node, self.replica, observer)
         self._evaluation = Evaluation(node, self.replica, self._reporter)
-        self._guard = Guard(node)
+        self._guard = Guard(node, key)
         self.phases = PhaseRunner(node, self.replica, self._samples, self._reporter, observer, self._leave)
         self.checking = Checking(node, self.replica.exchanges, self.replica.validity.proofs, observer)
         self.auditing = Auditing(node, self.replica, self.phases, self.checking, capacity.experts, observer, self._leave)

@@ -147,7 +147,8 @@ def load_base(
     blob = store.read(name)
     if blob is None:
         return None
-    damaged = Damaged(f"{where}/{name}: cut short or damaged; delete this file to download the base again")
+    advice = "start its peer again, which downloads the base anew" if name == BASE else "delete this file"
+    damaged = Damaged(f"{where}/{name}: cut short or damaged; {advice}")
     try:
         end = len(blob) - LENGTH_BYTES
         start = end - int.from_bytes(blob[end:], "little")
@@ -171,7 +172,10 @@ def load_base(
         try:
             plan = derive(header.proposal)
         except Refused as refused:
-            logger.warning("%s/%s: without the assignments of round %d: %s", where, name, header.round, refused)
+            logger.warning(
+                "%s/%s: without the assignments of round %d (%s); nothing is to be done: the next round assigns new work",
+                where, name, header.round, refused,
+            )
     return Base(header.commit, header.round, values, header.digest, plan, digests)
 
 

@@ -8,12 +8,22 @@ from pathlib import Path
 
 from spes_p2p.campaign.files import CampaignFiles
 from spes_p2p.campaign.invitations import keep, kept, read_option
-from spes_p2p.config.campaign import PeerConfig
-from spes_p2p.consensus.admission import check_admission, utc
+from spes_p2p.config.campaign import CampaignConfig, PeerConfig
+from spes_p2p.consensus.admission import (
+    NO_SERVICE,
+    PROBATION_AUDITS,
+    PROBATION_ROUNDS,
+    check_admission,
+    standing_of,
+    utc,
+)
+from spes_p2p.consensus.commit_log import CommitLog
 from spes_p2p.errors import Refused, UserError
 from spes_p2p.messages.admission import Invitation
 from spes_p2p.messages.consensus import Commit
+from spes_p2p.messages.presence import Probation
 from spes_p2p.net.interfaces import Identity
+from spes_p2p.rounds.audits import can_be_audited
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +48,16 @@ def admitted(
     if invitation is not None:
         logger.info("invited as %s until %s", ", ".join(invitation.roles), utc(invitation.expires))
     return invitation
+
+
+def probation_of(peer: str, log: CommitLog, config: CampaignConfig, invitation: Invitation | None) -> Probation | None:
+    """Return how far a trainer with this invitation is by these commits; None if it is not on probation."""
+    if config.admission != "open":
+        return None
+    served, needs_audit = log.services(log.round).get(peer, NO_SERVICE), can_be_audited(config, log.recent(log.round))
+    if standing_of(config.admission, peer, invitation, log.genesis.helpers, served, needs_audit) != "newcomer":
+        return None
+    return Probation(served.rounds, PROBATION_ROUNDS, served.audits, PROBATION_AUDITS if needs_audit else 0)
 
 
 def keep_invitation(invitation: Invitation | None, run_dir: Path) -> None:

@@ -159,6 +159,8 @@ def _open_own(path: Path, flags: int) -> int:
     try:
         opened = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
     except OSError as error:
+        if error.errno == errno.ENOTDIR:
+            raise UserError(f"{path.parent}: cannot be a run-dir ({error.strerror}); choose another --run-dir") from None
         if error.errno not in (errno.ELOOP, errno.EISDIR, errno.ENXIO):
             raise
         raise UserError(f"{path}: is no regular file; remove it") from None

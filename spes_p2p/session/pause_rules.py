@@ -77,7 +77,9 @@ class IdleRule:
         if self._use.on_battery:
             return Pause("battery", "until this machine is plugged in (--only-when-idle)")
         if self._pauses:
-            return Pause("busy", f"until others have left this machine idle for {IDLE_S / 60:g} min (--only-when-idle)")
+            uses = [("all cores", OTHERS_CPU, self._use.cpu), ("a GPU", OTHERS_GPU, self._use.gpu)][: 2 if self._use.gpu else 1]
+            idle = [f"{100 * most:.0f} % of {what} (now {100 * now:.0f} %)" for what, most, now in uses]
+            return Pause("busy", f"until others use at most {' and '.join(idle)} for {IDLE_S / 60:g} min (--only-when-idle)")
         return None
 
 

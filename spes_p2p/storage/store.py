@@ -120,7 +120,10 @@ class DirectoryStore:
         content = self._log_content(name)
         torn = len(content) - _whole_bytes(content)
         if torn:
-            logger.warning("%s: dropped %d bytes from a damaged or unfinished record on", self._file(name), torn)
+            logger.warning(
+                "%s: dropped %d bytes from a damaged or unfinished record on; other peers have what was dropped",
+                self._file(name), torn,
+            )
         return parse_records(content)
 
     def delete(self, name: str) -> None:
