@@ -80,14 +80,6 @@ def test_a_url_is_below_the_prefix_and_part_of_the_manifest(tmp_path: Path, mani
     assert "url" not in manifest.to_json()
 
 
-def test_progress_ends_at_all_bytes(tmp_path: Path, manifest: Manifest) -> None:
-    steps: list[tuple[int, int]] = []
-    for _ in ("verifying", "remembering"):
-        steps.clear()
-        open_corpus(manifest, [tmp_path], tmp_path / "verified.json", lambda done, total: steps.append((done, total)))
-        assert steps[-1] == (300 * 2 + 200 * 4,) * 2
-
-
 @pytest.mark.parametrize("change", [
     {"tokens": 499}, {"tokens": 0}, {"vocab_size": "100"}, {"tokenizer_sha256": "short"}, {"files": []}, {"surprise": 1},
     {"eos_token_id": -1}])
@@ -157,14 +149,14 @@ def test_ids_beyond_the_vocabulary_are_refused(tmp_path: Path, manifest: Manifes
 
 def test_a_verified_file_is_read_again_only_when_it_changed(tmp_path: Path, manifest: Manifest, ids: np.ndarray) -> None:
     verified = tmp_path / "run" / "verified.json"
-    open_corpus(manifest, [tmp_path], verified)
+    find_local(manifest, [tmp_path], verified)
     status = (tmp_path / "a.npy").stat()
     write_tokens(tmp_path / "a.npy", ids[:300][::-1])
     os.utime(tmp_path / "a.npy", ns=(status.st_atime_ns, status.st_mtime_ns))
-    open_corpus(manifest, [tmp_path], verified)
+    find_local(manifest, [tmp_path], verified)
     os.utime(tmp_path / "a.npy", ns=(status.st_atime_ns, status.st_mtime_ns + 1))
     with pytest.raises(UserError, match=r"a\.npy: differs"):
-        open_corpus(manifest, [tmp_path], verified)
+        find_local(manifest, [tmp_path], verified)
 
 
 def test_a_damaged_memory_of_verified_files_is_replaced_and_said(
@@ -174,7 +166,7 @@ def test_a_damaged_memory_of_verified_files_is_replaced_and_said(
     for content in (b"{", b"[]", b"\xff"):
         verified.write_bytes(content)
         for _ in range(2):
-            open_corpus(manifest, [tmp_path], verified)
+            find_local(manifest, [tmp_path], verified)
     assert caplog.messages == 3 * [f"{verified}: damaged; verifying the text on this machine again"]
 
 

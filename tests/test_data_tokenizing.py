@@ -231,7 +231,12 @@ def test_existing_token_files_get_a_manifest_and_stay_as_they_are(tmp_path: Path
     ids.astype("<u4").tofile(tmp_path / "part-000_000000.npy")
     ids.astype("<u2").tofile(tmp_path / "part-000_000001.npy")
     before = [path.read_bytes() for path in sorted(tmp_path.glob("*.npy"))]
-    describe_token_files(sorted(tmp_path.glob("*.npy")), tokenizer_json, tmp_path / "manifest.json")
+    steps: list[tuple[int, int]] = []
+    describe_token_files(
+        sorted(tmp_path.glob("*.npy")), tokenizer_json, tmp_path / "manifest.json",
+        on_progress=lambda done, total: steps.append((done, total)),
+    )
+    assert steps[-1] == (1000 * 4 + 1000 * 2,) * 2
     assert ids_of(tmp_path) == ids.tolist() * 2
     assert [path.read_bytes() for path in sorted(tmp_path.glob("*.npy"))] == before
     (tmp_path / "manifest.json").unlink()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,31 +19,32 @@ LONG_TO_READ_BYTES = 2**30
 """Reading a file of this size takes long enough to say so."""
 
 
-def open_corpus(manifest: Manifest, folders: Sequence[Path], verified: Path | None = None,
-                on_progress: Callable[[int, int], None] = lambda done, total: None) -> tuple[TokenArray, ...]:
+def open_corpus(manifest: Manifest, folders: Sequence[Path]) -> tuple[TokenArray, ...]:
     """Find, verify and map all token files: one read-only array of ids `[tokens]` per file.
 
-    Verification reads each file once, for its sha256 and its largest id. `verified` is a JSON file in the run-dir that records
-    verified files by path, size and modification time, so that a restart does not read them again.
-    `on_progress(bytes_done, bytes_total)`. Raises UserError as `locate_file` does, and for a wrong hash or an id outside the
-    vocabulary.
+    Verification reads each file once, for its sha256 and its largest id. Raises UserError as `locate_file` does, and for a
+    wrong hash or an id outside the vocabulary.
     """
     paths = {file: locate_file(file, folders) for file in manifest.files}
-    _verify_once(manifest, paths, verified, on_progress)
+    _verify_once(manifest, paths, None)
     return tuple(open_tokens(paths[file], file.dtype) for file in manifest.files)
 
 
 def find_local(manifest: Manifest, folders: Sequence[Path], verified: Path | None = None) -> dict[TokenFile, Path]:
-    """Return the token files that are on this machine, verified as by `open_corpus`. Raises UserError for a wrong one."""
+    """Return the token files that are on this machine, verified as by `open_corpus`. Raises UserError for a wrong one.
+
+    `verified` is a JSON file in the run-dir that records verified files by path, size and modification time, so that a restart
+    does not read them again.
+    """
     paths = {file: locate_file(file, folders) for file in manifest.files if _exists(file, folders)}
-    _verify_once(manifest, paths, verified, lambda done, total: None)
+    _verify_once(manifest, paths, verified)
     return paths
 
 
 def check_local(manifest: Manifest, folders: Sequence[Path]) -> None:
     """Raise UserError, as `open_corpus` does, unless each token file is on this machine or published."""
     paths = {file: locate_file(file, folders) for file in manifest.files if file.url is None or _exists(file, folders)}
-    _verify_once(manifest, paths, None, lambda done, total: None)
+    _verify_once(manifest, paths, None)
 
 
 def find_hashes(file: TokenFile, folders: Sequence[Path]) -> bytes | None:
@@ -73,32 +74,23 @@ def _exists(file: TokenFile, folders: Sequence[Path]) -> bool:
     return any(path.is_file() for path in _candidates(file, folders))
 
 
-def _verify_once(manifest: Manifest, paths: Mapping[TokenFile, Path], verified: Path | None,
-                 on_progress: Callable[[int, int], None]) -> None:
+def _verify_once(manifest: Manifest, paths: Mapping[TokenFile, Path], verified: Path | None) -> None:
     """Verify each file that is not recorded in `verified`, and record it. Raises UserError."""
     known = _read_verified(verified)
-    total, done = sum(path.stat().st_size for path in paths.values()), 0
-
-    def advance(count: int) -> None:
-        nonlocal done
-        done += count
-        on_progress(done, total)
-
     for file, path in paths.items():
         name, fingerprint = str(path.resolve()), _fingerprint(path, file, manifest.vocab_size)
         if known.get(name) == fingerprint:
-            advance(path.stat().st_size)
-        else:
-            if path.stat().st_size >= LONG_TO_READ_BYTES:
-                logger.info("%s: verifying %d MB of text", path, path.stat().st_size // 10**6)
-            _verify(path, file, manifest.vocab_size, advance)
-            known[name] = fingerprint
+            continue
+        if path.stat().st_size >= LONG_TO_READ_BYTES:
+            logger.info("%s: verifying %d MB of text", path, path.stat().st_size // 10**6)
+        _verify(path, file, manifest.vocab_size)
+        known[name] = fingerprint
     if verified is not None:
         write_whole(verified, json.dumps(known, indent=1).encode())
 
 
-def _verify(path: Path, file: TokenFile, vocab_size: int, on_bytes: Callable[[int], None]) -> None:
-    found = scan(path, file.dtype, vocab_size, on_bytes)
+def _verify(path: Path, file: TokenFile, vocab_size: int) -> None:
+    found = scan(path, file.dtype, vocab_size)
     if found.sha256 != file.sha256:
         raise UserError(f"{path}: differs from the campaign's token file (sha256 {found.sha256[:12]}..., expected "
                         f"{file.sha256[:12]}...); copy it again")

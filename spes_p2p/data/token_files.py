@@ -34,7 +34,6 @@ class Scan:
 
     sha256: str
     tokens: int
-    max_id: int
     piece_hashes: bytes
 
 
@@ -83,7 +82,7 @@ def detect_dtype(path: Path, vocab_size: int) -> Dtype:
 
 
 def scan(path: Path, dtype: Dtype, vocab_size: int, on_bytes: Callable[[int], None] = lambda count: None) -> Scan:
-    """Read a token file once: sha256 (header included), number of ids, largest id. `on_bytes(n)` after each n bytes.
+    """Read a token file once: sha256 (header included), number of ids, hashes of its pieces. `on_bytes(n)` after each n bytes.
 
     Raises UserError for an id not below `vocab_size`, for ids that are all 0, for uint32 ids read as uint16, and as
     `open_tokens` does.
@@ -109,7 +108,7 @@ def scan(path: Path, dtype: Dtype, vocab_size: int, on_bytes: Callable[[int], No
     if max_id >= vocab_size:
         raise UserError(f"{path}: has id {max_id}, the vocabulary ends at {vocab_size - 1}; "
                         f"it was made with another tokenizer, or is not {dtype}")
-    return Scan(digest.hexdigest(), len(tokens), max_id, pieces.hashes())
+    return Scan(digest.hexdigest(), len(tokens), pieces.hashes())
 
 
 def has_numpy_header(path: Path) -> bool:

@@ -124,7 +124,6 @@ Rate = Annotated[float, Ge(0), Le(1e15)]
 """Tokens, bytes or operations a second."""
 Share = Annotated[float, Ge(0), Le(1e18)]
 """A ratio of times: a straggler's 10^9 seconds over a quorum's nanosecond."""
-Weight = Annotated[float, Ge(0), Le(1)]
 Loss = Annotated[float, Ge(-1e15), Le(1e15)]
 """Nats per token; token-weighted sums stay finite."""
 

@@ -34,15 +34,13 @@ class ModelShape:
     """Whether queries and keys are normalised."""
     other_size: int
     """Inputs and outputs of the largest layer's other matrices, such as a shared expert's."""
-    is_tied: bool
-    """Whether the embedding is the output head."""
 
 
 @lru_cache(maxsize=8)
 def shape_of(model: ModelSection) -> ModelShape:
     """Return the shape of a campaign's model."""
     layout = sizes_of(model)
-    top_k, num_heads, is_tied = _from_config(model)
+    top_k, num_heads = _from_config(model)
     hidden_size, intermediate_size = layout.expert_shape
     names = {placed.spec.name for placed in layout.tensors}
     query_size = _rows(layout, "q_proj.weight") or hidden_size
@@ -59,18 +57,17 @@ def shape_of(model: ModelSection) -> ModelShape:
         key_size=_rows(layout, "k_proj.weight") or query_size,
         has_query_norm=any(name.endswith(".q_norm.weight") for name in names),
         other_size=_other_size(layout),
-        is_tied=is_tied,
     )
 
 
-def _from_config(model: ModelSection) -> tuple[int, int, bool]:
-    """Return experts per token, attention heads, and whether the embedding is the output head."""
+def _from_config(model: ModelSection) -> tuple[int, int]:
+    """Return experts per token and attention heads."""
     if isinstance(model, ModelConfig):
-        return model.moe_top_k, model.num_attention_heads, model.tie_word_embeddings
+        return model.moe_top_k, model.num_attention_heads
     from spes_p2p.model.build import transformers_config
 
     config = transformers_config(model)
-    return config.num_experts_per_tok, config.num_attention_heads, bool(config.tie_word_embeddings)
+    return config.num_experts_per_tok, config.num_attention_heads
 
 
 def _rows(layout: Layout, ending: str) -> int:

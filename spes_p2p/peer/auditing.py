@@ -32,7 +32,6 @@ from spes_p2p.model.layout import Placed
 from spes_p2p.observe.events import Observer, PhaseAudited
 from spes_p2p.peer.checking import Checking
 from spes_p2p.peer.kept_moments import PIECE_BYTES
-from spes_p2p.peer.leaving import LeaveRequest
 from spes_p2p.peer.node import Node
 from spes_p2p.peer.phases import PhaseRunner
 from spes_p2p.peer.replica import Applied, Replica
@@ -109,13 +108,11 @@ class Auditing:
     """One audit at a time, and the moments for the next one."""
 
     def __init__(
-        self, node: Node, replica: Replica, phases: PhaseRunner, checking: Checking, experts: int, observer: Observer,
-        leave: LeaveRequest,
+        self, node: Node, replica: Replica, phases: PhaseRunner, checking: Checking, experts: int, observer: Observer
     ):
         """`experts`: the most that this peer has room to train."""
-        self._checking, self._experts = checking, experts
+        self._checking, self._experts, self._observer = checking, experts, observer
         self._node, self._replica, self._phases, self._exchanges = node, replica, phases, replica.exchanges
-        self._observer, self._leave = observer, leave
         self._waiting: tuple[Case, ...] = ()
         """Drawn by one commit, in order, while none of them is audited: their moments are being fetched."""
         self._arrived: dict[Case, Audit] = {}

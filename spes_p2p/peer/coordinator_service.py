@@ -31,7 +31,6 @@ from spes_p2p.peer.node import Node
 from spes_p2p.peer.patience import Patience
 from spes_p2p.peer.phases import PhaseRunner
 from spes_p2p.peer.replica import Replica
-from spes_p2p.peer.reporter import EventReporter
 from spes_p2p.rounds.plan import MAX_SPEED_RATIO
 from spes_p2p.rounds.planned import Plan, pacemakers
 from spes_p2p.rounds.proposal import check_announced
@@ -45,10 +44,10 @@ LEAST_KNOWN, KNOWN_ROUNDS = 3, 8
 class CoordinatorService:
     """Opens an attempt at the next round when it is this peer's turn, and lets members into it."""
 
-    def __init__(self, node: Node, replica: Replica, phases: PhaseRunner, reporter: EventReporter):
+    def __init__(self, node: Node, replica: Replica, phases: PhaseRunner):
         self.too_late, self._strangers = LateArrivals(), Courtesy(LAST_SHARE)
         self.patience = Patience(node, self._work)
-        self._node, self._replica, self._phases, self._reporter = node, replica, phases, reporter
+        self._node, self._replica, self._phases = node, replica, phases
         self._attempt: Coordination | None = None
         self._running: asyncio.Task[None]
         """Runs the attempt."""

@@ -77,11 +77,11 @@ class Peer:
         self._guard = Guard(node, key)
         self.phases = PhaseRunner(node, self.replica, self._samples, self._reporter, observer, self._leave)
         self.checking = Checking(node, self.replica.exchanges, self.replica.validity.proofs, observer)
-        self.auditing = Auditing(node, self.replica, self.phases, self.checking, capacity.experts, observer, self._leave)
+        self.auditing = Auditing(node, self.replica, self.phases, self.checking, capacity.experts, observer)
         self.announcer = Announcer(
             node, self.replica, capacity, self._samples, self.phases, self.checking.unanswered, lambda: self.auditing.unreported
         )
-        self.coordinators = CoordinatorService(node, self.replica, self.phases, self._reporter)
+        self.coordinators = CoordinatorService(node, self.replica, self.phases)
         self.reforms = ReformService(node, self.replica.newest)
         self._member = RoundMember(
             node, self.replica, self.announcer, self._samples, self.phases, self.coordinators,

@@ -47,6 +47,6 @@ def root_digest(pieces: bytes) -> str:
     return content_digest(pieces).hex()
 
 
-def state_digest(state: np.ndarray, threads: int = 1) -> str:
+def state_digest(state: np.ndarray) -> str:
     """Return a state's hex digest: the members of a commit must agree on it."""
-    return root_digest(piece_digests(state, threads))
+    return root_digest(piece_digests(state))

@@ -7,7 +7,7 @@ import random
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from spes_p2p.net.interfaces import Identity, World
+from spes_p2p.net.interfaces import World
 from spes_p2p.storage.interfaces import Store
 from spes_p2p.testing.memory_network import MemoryNetwork
 from spes_p2p.testing.memory_store import MemoryStore
@@ -26,7 +26,6 @@ def in_memory_world(
     name: str,
     *,
     store: Store | None = None,
-    identity: Identity | None = None,
     seconds: Callable[[Callable[..., Any], Sequence[Any]], float] | None = None,
 ) -> World:
     """Return a peer's world on the network; its randomness depends on the network's seed, its name and its life.
@@ -47,7 +46,7 @@ def in_memory_world(
     return World(
         transport=transport,
         registry=network.registry(name),
-        identity=SimulatedIdentity(name) if identity is None else identity,
+        identity=SimulatedIdentity(name),
         store=store,
         wall_time=network.wall_time,
         rng=random.Random(f"peer/{network.seed}/{name}/{transport.unit.lives_before}"),

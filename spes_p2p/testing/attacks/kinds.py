@@ -27,8 +27,6 @@ Around = Callable[[Liar], World]
 class Attack:
     """One kind of attacker."""
 
-    summary: str
-    """What it does, for a person."""
     around: Around
     """Returns the attacker's world as its peer gets it. Everything else about it is an honest peer."""
     identities: int = 1
@@ -41,32 +39,28 @@ def _updates(**lies: object) -> Around:
 
 
 ATTACKS: dict[AttackKind, Attack] = {
-    "scale": Attack("sends 1000 times its update", _updates(instead=updates.scaled)),
-    "flip": Attack("sends the opposite of its update, ten times", _updates(instead=updates.flipped)),
-    "zero": Attack("sends no update and claims 2^40 tokens", _updates(instead=updates.zero, claims_tokens=True)),
-    "noise": Attack("sends normal deviates in its experts", _updates(instead=updates.noise)),
-    "free-ride": Attack("trains one step and claims the whole phase", _updates(is_lazy=True)),
-    "copy": Attack("sends what the last round moved and claims a phase", _updates(copies=True)),
-    "weight": Attack("claims 2^40 tokens and a bandwidth of 10^15 B/s", with_false_weight),
-    "reducer": Attack("reverses the means of its parts", serving.lying_reducer),
-    "forger": Attack("makes the means of its parts from invented updates", serving.forger),
-    "silent": Attack("lives, and serves no results as a reducer", serving.silent_reducer),
-    "donor": Attack("serves wrong bytes of bases, plans and results", serving.lying_donor),
-    "tarpit": Attack("is two seconds late with every message", serving.tarpit),
-    "coordinator": Attack(
-        "coordinates with forged proposals, commits and certificates", deciding.lying_coordinator, needs_seat=True
-    ),
-    "elector": Attack("answers with false promises and unsigned votes, or not", deciding.lying_elector, needs_seat=True),
-    "outbid": Attack("outbids every coordinator", deciding.outbidding, needs_seat=True),
-    "equivocation": Attack(
-        "has different peers exchange by two plans, and decide two commits", deciding.equivocating, needs_seat=True
-    ),
-    "unproposing": Attack("coordinates, lives, and never proposes a plan", deciding.unproposing, needs_seat=True),
-    "undeciding": Attack("coordinates, proposes, and never has it decided", deciding.undeciding, needs_seat=True),
-    "turncoat": Attack("is vouched for, and reverses the means of its parts", serving.lying_reducer, needs_seat=True),
-    "contacts": Attack("claims far rounds and other branches in its contact", network.false_contacts),
-    "flood": Attack("holds streams open and sends the longest frames", network.flood),
-    "hostile": Attack("sends bytes that are no messages", network.hostile),
-    "sybils": Attack(f"takes part as {SYBILS} peers that train one step each", _updates(is_lazy=True), SYBILS),
-    "slander": Attack(f"as {SYBILS} peers, says that all reducers stall, and reports nothing", serving.slandering, SYBILS),
+    "scale": Attack(_updates(instead=updates.scaled)),  # sends 1000 times its update
+    "flip": Attack(_updates(instead=updates.flipped)),  # sends the opposite of its update, ten times
+    "zero": Attack(_updates(instead=updates.zero, claims_tokens=True)),  # sends no update and claims 2^40 tokens
+    "noise": Attack(_updates(instead=updates.noise)),  # sends normal deviates in its experts
+    "free-ride": Attack(_updates(is_lazy=True)),  # trains one step and claims the whole phase
+    "copy": Attack(_updates(copies=True)),  # sends what the last round moved and claims a phase
+    "weight": Attack(with_false_weight),  # claims 2^40 tokens and a bandwidth of 10^15 B/s
+    "reducer": Attack(serving.lying_reducer),  # reverses the means of its parts
+    "forger": Attack(serving.forger),  # makes the means of its parts from invented updates
+    "silent": Attack(serving.silent_reducer),  # lives, and serves no results as a reducer
+    "donor": Attack(serving.lying_donor),  # serves wrong bytes of bases, plans and results
+    "tarpit": Attack(serving.tarpit),  # is two seconds late with every message
+    "coordinator": Attack(deciding.lying_coordinator, needs_seat=True),  # forges proposals, commits and certificates
+    "elector": Attack(deciding.lying_elector, needs_seat=True),  # answers with false promises and unsigned votes, or not
+    "outbid": Attack(deciding.outbidding, needs_seat=True),  # outbids every coordinator
+    "equivocation": Attack(deciding.equivocating, needs_seat=True),  # has peers exchange by two plans and decide two commits
+    "unproposing": Attack(deciding.unproposing, needs_seat=True),  # coordinates, lives, and never proposes a plan
+    "undeciding": Attack(deciding.undeciding, needs_seat=True),  # coordinates, proposes, and never has it decided
+    "turncoat": Attack(serving.lying_reducer, needs_seat=True),  # is vouched for, and reverses the means of its parts
+    "contacts": Attack(network.false_contacts),  # claims far rounds and other branches in its contact
+    "flood": Attack(network.flood),  # holds streams open and sends the longest frames
+    "hostile": Attack(network.hostile),  # sends bytes that are no messages
+    "sybils": Attack(_updates(is_lazy=True), SYBILS),  # takes part as eight peers that train one step each
+    "slander": Attack(serving.slandering, SYBILS),  # as eight peers, says that all reducers stall, and reports nothing
 }
