@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
@@ -116,6 +116,15 @@ def test_a_reducer_loses_nothing_and_is_never_proven_wrong(name: str, seed: int,
         to_residual(part, mean, residual, decoded)
         residual = mean
     np.testing.assert_allclose(sent + residual, means, atol=1e-5 * np.abs(means).max())
+
+
+@pytest.mark.parametrize("name", CODECS)
+@given(exponent=st.floats(-44, 37))
+@example(exponent=-35.93)  # for int8 a block of zeros
+def test_a_reducer_of_values_of_any_size_is_not_proven_wrong(name: str, exponent: float) -> None:
+    part = Part(0, LAYOUT.group("shared"), 0, 1280, (0,), 0, CODECS[name])
+    mean = np.full(part.size, 10.0**exponent, np.float32)
+    assert not is_far(part, mean, encode_mean(part, mean, None)[1])
 
 
 @pytest.mark.parametrize("name", SPARSE)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import hashlib
 import logging
@@ -29,14 +30,14 @@ from spes_p2p.content.fetcher import (
     Fetcher,
 )
 from spes_p2p.content.files import serve_files
-from spes_p2p.content.pieces import Body, Content, Delivery, Piece, Source, listed, single
+from spes_p2p.content.pieces import Body, Content, Delivery, Piece, Source, from_hex, listed, single
 from spes_p2p.content.relay import Relay
 from spes_p2p.content.tokens import TokenLibrary
 from spes_p2p.content.transfer import BUSY_RETRY_S, CHUNK_BYTES, REQUESTS_PER_PEER, SETTLED_S, ContentServer, _Turns, _Upload
 from spes_p2p.data.manifest import TokenFile
 from spes_p2p.data.pieces import PIECE_BYTES, PieceHasher, root_of
 from spes_p2p.data.shelf import TokenShelf
-from spes_p2p.errors import Refused, UserError
+from spes_p2p.errors import PeerUnreachable, Refused, UserError
 from spes_p2p.messages.codec import pack, unpack
 from spes_p2p.messages.content import PIECES_PER_REQUEST, ContentKind, PiecesRequest
 from spes_p2p.messages.fields import MAX_MEMBERS
@@ -50,7 +51,7 @@ from spes_p2p.net.tasks import end_tasks
 from spes_p2p.peer.checking import Checking
 from spes_p2p.peer.kept_results import KeptResults
 from spes_p2p.rounds.codecs import CODECS, GroupCodecs
-from spes_p2p.rounds.digest import PIECE_ELEMENTS, content_digest, piece_digests
+from spes_p2p.rounds.digest import PIECE_ELEMENTS, content_digest, piece_digests, root_digest
 from spes_p2p.rounds.parts import to_mask
 from spes_p2p.rounds.results import Results
 from spes_p2p.testing.in_memory_world import in_memory_world
@@ -831,6 +832,40 @@ def test_strangers_that_were_sent_a_base_make_room_for_a_newcomer() -> None:
         await asyncio.sleep(1.0)
         assert await case.download("newcomer", 16) < 1.2 * (4 + 4) * 16 * 4 * CHUNK_BYTES / 0.4e6
         await end_tasks(strangers)
+
+    simulate(main)
+
+
+@pytest.mark.parametrize("kind", ["file", "base_hashes"])
+def test_who_reads_the_same_again_and_again_makes_room_for_a_newcomer(kind: ContentKind) -> None:
+    body = random.Random(0).randbytes(2**20)
+
+    async def main() -> None:
+        network, clock = MemoryNetwork(latency_s=0.05), asyncio.get_running_loop().time
+        network.set_bandwidth("A", 4e6, 4e6)
+        donor, snapshots = RpcEndpoint(network.transport("A"), SILENCE_S), Snapshots()
+        donor.shares.is_known = donor.shares.is_trusted = lambda peer: False
+        server, sha = ContentServer(donor), hashlib.sha256(body).hexdigest()
+        await serve_files(server, {sha: body})
+        await snapshots.serve(donor, server)
+        snapshots.publish("h", 3, np.zeros(8, np.float32), body)
+        name, digest = (sha, bytes.fromhex(sha)) if kind == "file" else ("h", from_hex(root_digest(body)))
+        content = single(kind, name, digest, len(body))
+
+        async def read(peer: str) -> float:
+            fetcher, began = Fetcher(RpcEndpoint(network.transport(peer), SILENCE_S)), clock()
+            await fetcher.fetch_single(content, [fetcher.peers(["A"])])
+            return clock() - began
+
+        async def read_for_ever(peer: str) -> None:
+            while True:
+                with contextlib.suppress(Refused, PeerUnreachable):
+                    await read(peer)
+
+        readers = [asyncio.create_task(read_for_ever(f"stranger-{number}")) for number in range(12)]
+        await asyncio.sleep(5.0)
+        assert await asyncio.wait_for(read("newcomer"), 60.0) < 15.0
+        await end_tasks(readers)
 
     simulate(main)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import math
+from collections.abc import Mapping
 
 import numpy as np
 import pytest
@@ -27,7 +28,7 @@ from spes_p2p.messages.methods import SNAPSHOT
 from spes_p2p.net.rpc import STALLED_SILENCES, RpcEndpoint, Stream
 from spes_p2p.observe.events import DigestMismatch
 from spes_p2p.rounds.base import save_base
-from spes_p2p.rounds.digest import PIECE_ELEMENTS, piece_digests, state_digest
+from spes_p2p.rounds.digest import PIECE_ELEMENTS, piece_digests, root_digest, state_digest
 from spes_p2p.rounds.results import KEPT_ROUNDS
 from spes_p2p.testing.memory_network import MemoryNetwork
 from spes_p2p.testing.memory_store import MemoryStore
@@ -51,7 +52,7 @@ async def donor(network: MemoryNetwork, name: str, base: np.ndarray | None = Non
     return snapshots
 
 
-async def donors(network: MemoryNetwork, bases: dict[str, np.ndarray]) -> RpcEndpoint:
+async def donors(network: MemoryNetwork, bases: Mapping[str, np.ndarray | None]) -> RpcEndpoint:
     """Let each peer offer its base; returns the downloader's board."""
     for name, base in bases.items():
         await donor(network, name, base)
@@ -183,6 +184,17 @@ def test_what_strangers_say_does_not_count_while_a_member_answers() -> None:
         assert [offer.donor for offer in offers] == ["member", "Z"]
         offers = await collect_offers(board, ["X", "Y"], "h", SIZE, {"gone"})
         assert [offer.donor for offer in offers] == ["X", "Y"]
+
+    simulate(main)
+
+
+def test_strangers_are_not_believed_while_a_member_applies_the_commit_or_is_busy() -> None:
+    async def main() -> None:
+        board = await donors(MemoryNetwork(), {"X": BASE, "member": None})
+        assert await collect_offers(board, ["member", "X"], "h", SIZE, {"member"}) == []
+        certified = root_digest(piece_digests(BASE))
+        offers = await collect_offers(board, ["member", "X"], "h", SIZE, {"member"}, certified)
+        assert [offer.donor for offer in offers] == ["X"]
 
     simulate(main)
 

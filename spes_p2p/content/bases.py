@@ -12,6 +12,7 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,7 +78,7 @@ class Snapshots:
         """Start to serve bases."""
         self._clock = asyncio.get_running_loop().time
         await endpoint.serve(SNAPSHOT, self._on_snapshot)
-        await server.serve("base_hashes", self._digests, MAX_CONCURRENT_UPLOADS)
+        await server.serve("base_hashes", self._digests, MAX_CONCURRENT_UPLOADS, self._all_digests)
         await server.serve("base", self._piece, MAX_CONCURRENT_UPLOADS, self._whole)
 
     def publish(self, commit: str, round_number: int, base: np.ndarray, digests: bytes | None = None) -> str:
@@ -122,6 +123,10 @@ class Snapshots:
         """Return the bytes of a base: who was sent more downloads for no good reason."""
         return max((4.0 * info.elements for info in self.infos), default=math.inf)
 
+    def _all_digests(self) -> float:
+        """Return the same of the digests of a base's pieces."""
+        return max((len(digests) for _, _, digests in self._bases.values()), default=math.inf)
+
     def _find(self, commit: str) -> tuple[SnapshotInfo, np.ndarray, bytes]:
         if not self._bases:
             raise Refused(Code.NOT_HERE, "this peer has no base yet")
@@ -163,15 +168,16 @@ async def collect_offers(
     donors: Sequence[str],
     commit: str,
     elements: int,
-    known: Collection[str] = (),
+    known: AbstractSet[str] = frozenset(),
     digest: str = "",
     invitation: Invitation | None = None,
 ) -> list[Offer]:
     """Ask donors for a commit's base, more and more of them until there are offers; return those with this digest.
 
     They are in the order of their answers: donors that are near, or have little to do, come first. Without a digest, the most
-    common one counts; other offers are logged. `known`: peers that are asked first and outvote all
-    others if any of them answers, since anybody can register any number of strangers. `invitation`: shown to the donors.
+    common one counts; other offers are logged. `known`: peers that are asked first. Without a digest, where any of them is among
+    the donors, only theirs count, also while they do not offer that base yet or are busy: anybody can register any number of
+    strangers. `invitation`: shown to the donors.
     """
     offers: list[Offer] = []
     is_wanted, request = False, SnapshotRequest(commit, invitation)
@@ -182,7 +188,9 @@ async def collect_offers(
             break
     if not is_wanted:
         return []
-    counting = [offer for offer in offers if offer.donor in known] or offers
+    counting = offers if digest or known.isdisjoint(donors) else [offer for offer in offers if offer.donor in known]
+    if not counting:
+        return []
     agreed = digest or Counter(offer.info.digest for offer in counting).most_common(1)[0][0]
     for offer in offers:
         if offer.info.digest != agreed:

@@ -23,7 +23,7 @@ async def serve_files(server: ContentServer, files: Mapping[str, bytes]) -> None
             raise Refused(Code.NOT_HERE, "this peer lacks the file")
         return files[sha256] if index == 0 else None
 
-    await server.serve("file", source, MAX_CONCURRENT_UPLOADS)
+    await server.serve("file", source, MAX_CONCURRENT_UPLOADS, lambda: sum(map(len, files.values())))
 
 
 async def fetch_file(fetcher: Fetcher, sha256: str, size: int, at_most: int, peers: Sequence[str]) -> bytes:

@@ -27,7 +27,7 @@ from spes_p2p.rounds.results import Results
 TOLERANCE = np.float32(2.25)
 """Bounds a result's distance from its mean, in roundings of the mean: one is the carried residual, one the encoding, whose step
 is at most a fourteenth larger because of it (in `ternary` it may be more: then `encode_mean` lets the residual wait)."""
-SLACK, TINY = np.float32(2**-20), np.float32(1e-36)
+SLACK, TINY = np.float32(2**-20), np.float32(2e-36)
 """The same for float32 rounding, as a share of the part's largest value; and for values that a codec takes for zero."""
 
 Decode = Callable[[], np.ndarray]
