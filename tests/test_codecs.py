@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import pytest
 from hypothesis import example, given
@@ -10,11 +12,12 @@ from hypothesis.extra import numpy as hnp
 
 from spes_p2p.config.campaign import CodecConfig
 from spes_p2p.model.layout import Layout, TensorSpec
-from spes_p2p.rounds.blockwise import BLOCK
+from spes_p2p.rounds.blockwise import BLOCK, LARGEST
 from spes_p2p.rounds.codecs import CODECS, group_codecs
 from spes_p2p.rounds.parts import Part
+from spes_p2p.rounds.planned import Member
 from spes_p2p.rounds.sparse import CHUNK
-from spes_p2p.rounds.sums import encode_mean, is_far, to_residual
+from spes_p2p.rounds.sums import LARGEST_UPDATE, encode_mean, is_far, make_mean, may_be_summed, to_residual
 
 SPARSE = {"sparse16": 16, "sparse": 32, "sparse64": 64}
 """By codec: values of which one is sent."""
@@ -125,6 +128,26 @@ def test_a_reducer_of_values_of_any_size_is_not_proven_wrong(name: str, exponent
     part = Part(0, LAYOUT.group("shared"), 0, 1280, (0,), 0, CODECS[name])
     mean = np.full(part.size, 10.0**exponent, np.float32)
     assert not is_far(part, mean, encode_mean(part, mean, None)[1])
+
+
+@pytest.mark.parametrize("name", CODECS)
+@given(weights=st.tuples(st.integers(1, 2**24), st.integers(1, 2**24)))
+def test_the_mean_of_the_largest_updates_that_may_be_summed_is_a_valid_result(name: str, weights: tuple[int, int]) -> None:
+    part = Part(0, LAYOUT.group("shared"), 0, 1280, (0, 1), 0, CODECS[name])
+    members = [Member(peer, tokens, (), 0.0) for peer, tokens in zip("AB", weights, strict=True)]
+    for value in (most * share for most in (LARGEST, LARGEST_UPDATE) for share in (1, 127 / 128, 7 / 8, 1 / 2)):
+        body = part.codec.encode(np.full(part.size, min(value, 65504) if name == "fp16" else value, np.float32))
+        if name in ("int8", "int4"):  # the lowest code, which no honest update has
+            codes = part.size if name == "int8" else part.size // 2
+            body = (b"\x80" if name == "int8" else b"\0") * codes + body[codes:]
+        if may_be_summed(part, body):
+            break
+    mean = np.empty(part.size, np.float32)
+    decoders = {i: (tokens, partial(part.codec.decode, body, part.size)) for i, tokens in enumerate(weights)}
+    make_mean(part, members, decoders, mean, True)
+    encoded, decoded = encode_mean(part, mean, None)
+    assert part.codec.is_valid(encoded, part.size)
+    assert not is_far(part, mean, decoded)
 
 
 @pytest.mark.parametrize("name", SPARSE)

@@ -175,8 +175,8 @@ async def collect_offers(
     """Ask donors for a commit's base, more and more of them until there are offers; return those with this digest.
 
     They are in the order of their answers: donors that are near, or have little to do, come first. Without a digest, the most
-    common one counts; other offers are logged. `known`: peers that are asked first. Without a digest, where any of them is among
-    the donors, only theirs count, also while they do not offer that base yet or are busy: anybody can register any number of
+    common one counts; other offers are logged. `known`: peers that are asked first. Without a digest, where any of them is a
+    donor, only theirs count, also while they do not offer that base yet or are busy: anybody can register any number of
     strangers. `invitation`: shown to the donors.
     """
     offers: list[Offer] = []

@@ -34,7 +34,7 @@ from spes_p2p.rounds.parts import Part
 from spes_p2p.rounds.plan import Rules
 from spes_p2p.rounds.proposal import may_exclude
 from spes_p2p.rounds.results import KEPT_ROUNDS
-from spes_p2p.rounds.sums import is_wrong, read_inputs
+from spes_p2p.rounds.sums import is_wrong, may_be_summed, read_inputs
 
 logger = logging.getLogger(__name__)
 
@@ -161,7 +161,7 @@ class Proofs:
         wanted = [part.index * MAX_MEMBERS + i for i in updates]
         if await self._fetcher.fetch(Content("updates", plan, piece), wanted, [self._fetcher.peers(donors)], keep):
             raise PeerUnreachable(f"nobody has the updates of part {part.index}")
-        if any(len(body) != part.encoded_bytes or not part.codec.is_valid(body, part.size) for body in found.values()):
+        if any(len(body) != part.encoded_bytes or not may_be_summed(part, body) for body in found.values()):
             raise Refused(Code.NOT_PROVEN, f"part {part.index}: no update of this part")
         return found
 

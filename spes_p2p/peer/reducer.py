@@ -35,7 +35,15 @@ from spes_p2p.rounds.plan import MAX_TOKENS
 from spes_p2p.rounds.planned import trusted
 from spes_p2p.rounds.reducer_residual import residual_key
 from spes_p2p.rounds.results import ABSENT
-from spes_p2p.rounds.sums import check_contributors, encode_mean, inputs_digest, make_mean, to_residual, weight_of
+from spes_p2p.rounds.sums import (
+    check_contributors,
+    encode_mean,
+    inputs_digest,
+    make_mean,
+    may_be_summed,
+    to_residual,
+    weight_of,
+)
 from spes_p2p.storage.scratch import scratch_arrays
 
 PUSH_SHARE, HUBS_SHARE = 0.5, 0.6
@@ -262,8 +270,8 @@ class Reducer:
             raise Refused(Code.MALFORMED, f"part {index}: {len(body)} bytes, the plan says {part.encoded_bytes}")
         if not 0 < tokens <= MAX_TOKENS:
             raise Refused(Code.MALFORMED, f"part {index} cannot have a weight of {tokens} tokens")
-        if not part.codec.is_valid(body, part.size):
-            raise Refused(Code.MALFORMED, f"part {index} has values that are not finite")
+        if not may_be_summed(part, body):
+            raise Refused(Code.MALFORMED, f"part {index} has values that are not finite, or far too large")
         is_new = not (index in unsigned or key in self._closed or sender in self._arrived.get(key, {}))
         if not is_new:
             body = memoryview(bytes(body))  # counts once: what came first stays as it is

@@ -10,6 +10,7 @@ import numpy as np
 
 BLOCK = 128
 """Elements that share a scale."""
+LARGEST = float(np.finfo(np.float32).max)
 
 
 class Blockwise:
@@ -59,10 +60,10 @@ class Blockwise:
         values *= scales[:, None]
         return values.reshape(-1)[:elements]
 
-    def is_valid(self, data: bytes | memoryview, elements: int) -> bool:
-        """Return whether all values are finite. The scales suffice, since codes are at most 2^(bits - 1)."""
+    def is_valid(self, data: bytes | memoryview, elements: int, most: float = LARGEST) -> bool:
+        """See Codec. The scales suffice, since codes are at most 2^(bits - 1)."""
         with np.errstate(over="ignore"):
-            return bool(np.isfinite(self._scales(data, elements) * (self._levels + 1)).all())
+            return bool((np.abs(self._scales(data, elements) * (self._levels + 1)) <= most).all())
 
     def rounding(self, values: np.ndarray) -> np.ndarray:
         """Half a step of each value's block."""

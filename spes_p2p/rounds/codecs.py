@@ -14,7 +14,7 @@ import numpy as np
 
 from spes_p2p.config.campaign import CodecConfig
 from spes_p2p.model.layout import Group, Layout
-from spes_p2p.rounds.blockwise import Blockwise
+from spes_p2p.rounds.blockwise import LARGEST, Blockwise
 from spes_p2p.rounds.sparse import Sparse
 from spes_p2p.rounds.ternary import Ternary
 
@@ -43,8 +43,11 @@ class Codec(Protocol):
     def decode(self, data: bytes | memoryview, elements: int) -> np.ndarray:
         """Decode valid bytes to read-only float32 `[elements]`. Raises ValueError for another length."""
 
-    def is_valid(self, data: bytes | memoryview, elements: int) -> bool:
-        """Return whether `decode` gives finite values. Raises ValueError for a length other than `encoded_bytes(elements)`."""
+    def is_valid(self, data: bytes | memoryview, elements: int, most: float = LARGEST) -> bool:
+        """Return whether `decode` gives values of at most this size, by default any finite ones.
+
+        Raises ValueError for a length other than `encoded_bytes(elements)`.
+        """
 
     def rounding(self, values: np.ndarray) -> np.ndarray:
         """Return a bound, float32 `[n]`, of what encoding these values changes each of them by, but for float32 rounding.
@@ -65,8 +68,8 @@ class _FixedWidth(Codec):
     def elements(self, encoded_bytes: int) -> int:
         return encoded_bytes // self.width
 
-    def is_valid(self, data: bytes | memoryview, elements: int) -> bool:
-        return bool(np.isfinite(self.decode(data, elements)).all())
+    def is_valid(self, data: bytes | memoryview, elements: int, most: float = LARGEST) -> bool:
+        return bool((np.abs(self.decode(data, elements)) <= most).all())
 
 
 class Uncompressed(_FixedWidth):

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from spes_p2p.rounds.blockwise import LARGEST
+
 CHUNK = 4096
 """Values that share a scale. With n groups in a chunk, value i of the chunk is in group i % n."""
 MAGNITUDES = np.array([2.0 ** (-step / 2) for step in range(7)] + [0.0], np.float32)
@@ -73,9 +75,9 @@ class Sparse:
         values[_flat(places)] = LEVELS[codes] * _scales(rows)[:, None]
         return values[:elements]
 
-    def is_valid(self, data: bytes | memoryview, elements: int) -> bool:
-        """Return whether all values are finite; any bytes decode. Raises ValueError as `decode`."""
-        return bool(np.isfinite(_scales(self._rows(data, elements))).all())
+    def is_valid(self, data: bytes | memoryview, elements: int, most: float = LARGEST) -> bool:
+        """See Codec; any bytes decode."""
+        return bool((np.abs(_scales(self._rows(data, elements))) <= most).all())
 
     def rounding(self, values: np.ndarray) -> np.ndarray:
         """Return the bound for a value that is not left out, which may be any."""

@@ -30,6 +30,9 @@ is at most a fourteenth larger because of it (in `ternary` it may be more: then 
 SLACK, TINY = np.float32(2**-20), np.float32(2e-36)
 """The same for float32 rounding, as a share of the part's largest value; and for values that a codec takes for zero."""
 
+LARGEST_UPDATE = 2.0**64
+"""So that the mean of updates is finite, and stays so when it is rounded."""
+
 Decode = Callable[[], np.ndarray]
 
 
@@ -37,6 +40,11 @@ def weight_of(part: Part, members: Sequence[Member], sender: int, tokens: int, c
     """Return the weight of an update, or of a cell's mean: its tokens, with `clips` at most those in the plan."""
     behind = part.in_cell(sender) if part.summing else (sender,)
     return min(tokens, sum(weight(members[i], part.group) for i in behind)) if clips else tokens
+
+
+def may_be_summed(part: Part, update: bytes | memoryview) -> bool:
+    """Return whether a reducer takes the values of an encoded update, or of a cell's mean, which was bounded before."""
+    return part.codec.is_valid(update, part.size) if part.summing else part.codec.is_valid(update, part.size, LARGEST_UPDATE)
 
 
 def check_contributors(update: Update, part: Part, sender: int, members: int) -> None:

@@ -11,6 +11,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from spes_p2p.rounds.blockwise import LARGEST
+
 BLOCK = 128
 """Values that share a scale."""
 DIGITS = 5
@@ -52,9 +54,9 @@ class Ternary:
             np.multiply(np.take(signs, packed, mode="clip"), scales[:, digit, None], out=values[:, digit])
         return values.reshape(-1)[:elements]
 
-    def is_valid(self, data: bytes | memoryview, elements: int) -> bool:
-        """Return whether all values are finite; any codes decode. Raises ValueError as `decode`."""
-        return bool(np.isfinite(self._scales(data, elements)).all())
+    def is_valid(self, data: bytes | memoryview, elements: int, most: float = LARGEST) -> bool:
+        """See Codec; any codes decode."""
+        return bool((np.abs(self._scales(data, elements)) <= most).all())
 
     def rounding(self, values: np.ndarray) -> np.ndarray:
         """Twice the cut, or the distance of the cut or of a larger value from the scale.
