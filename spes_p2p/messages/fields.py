@@ -24,7 +24,7 @@ MAX_REVISIONS = 2**6
 """Part tables of one round. Each costs at least one member, and the exchange timeout allows a few."""
 UPDATES_PER_SIGNATURE = 2**3
 """Encoded updates under one signature of their contributor. A reducer uses none without it, so a contributor that is lost
-costs at most this many. A signature takes 1 ms to make: 0.25 ms per MiB of large parts."""
+costs at most this many. A signature has 648 bytes."""
 MAX_UNANSWERED = 2**3
 """Reducers that a member names as silent in one announcement. It checks one or two in a round."""
 MAX_AUDITS = 2**3

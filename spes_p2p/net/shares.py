@@ -33,12 +33,12 @@ HELD_BY_OUTSIDERS = 2**26
 OUTSIDER_FRAME_BYTES = 2**16
 """The longest frame that an outsider may send here, whatever its method allows: the announcement of a joiner fits."""
 OUTSIDER_BITS, OUTSIDERS_BITS, OUTSIDERS_BURST_S = 8 * 2**14, 8 * 2**16, 4.0
-STRANGE_MEMBER_BITS = 8 * 2**18
-"""What a member may ask a second for which the owner does not vouch, in long answers, at STREAM_COST each: 256. What belongs to
-a round is not paced: its own announcement would wait, and all others for it."""
 """What one outsider, and all of them, may send a second, in bits. Records of 64 KiB take some 100 ms to read, a tenth of a
 processor. A joiner sends little: with all that counts for more than its bytes, 8 KiB until it has announced, so that eight a
 second can come."""
+STRANGE_MEMBER_BITS = 8 * 2**18
+"""What a member may ask a second for which the owner does not vouch, in long answers, at STREAM_COST each: 256. What belongs to
+a round is not paced: its own announcement would wait, and all others for it."""
 ANSWER_BITS, ANSWERS_BITS = 8 * 2**16, 8 * 2**20
 """What one outsider gets of long answers before others go first, and the most that all of them get, in bits a second: pages of
 the log, of records, and milestones. A joiner reads some megabytes of them; without a bound a few short requests took the whole

@@ -9,5 +9,7 @@
     replica              apply decided rounds or take another base, with `own_work` on top;
                          `base_store`, `newest_base` and `kept_results` are its parts
     node                 what all of these share: contacts, `decisions` (on `durable` files), `departures`
+    validity             which plans and commits this peer takes; `patience` and `courtesy` say for how long it waits
+    checking, judging, auditing, guard   find wrong means, harmful steps, phases that nobody trained, a loss that runs away
     reforming, leaving, evaluation, history_sync, reporter   services beside the rounds
 """

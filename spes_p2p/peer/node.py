@@ -45,7 +45,7 @@ CONTACT_EVERY_S = 5.0
 """Refresh this peer's contact in the DHT this often."""
 CONTACTS_READ_PER_S, READ_AGAIN_S = 8.0, 30.0
 """Bound how often the contacts of all N peers are read: every N divided by the first, in seconds, and every N seconds or the
-second where that is longer."""
+second, whichever is shorter, where that is longer."""
 CONTACT_TTL_S = 20.0
 """A contact that is not refreshed for this long expires."""
 MAX_CONCURRENT_CLAIMS = 4

@@ -34,7 +34,7 @@ from spes_p2p.training.interface import PhaseReport, Trainer
 from spes_p2p.training.pending import add_pending, pending_of, trained_groups
 
 MAX_PENDING_ROUNDS = 2
-"""Discard an update that this many rounds left out: it is too stale."""
+"""Discard an update that more rounds than this left out: it is too stale."""
 
 
 @dataclass(frozen=True)

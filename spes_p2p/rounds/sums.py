@@ -2,7 +2,7 @@
 
 The reducer names its inputs in the manifest, which the commit contains, and has each contributor's signature under its update,
 so whoever gets the updates can make the mean again. The reducer adds at most half a quantization step of what earlier encodings
-dropped (`carried`), and encodes: the result is close to the mean, whatever the residual was, and farther away only if the
+dropped (its residual), and encodes: the result is close to the mean, whatever that residual was, and farther away only if the
 reducer did something else. A check therefore needs no residual, and does not depend on the last bit of anybody's arithmetic.
 """
 
