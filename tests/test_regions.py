@@ -135,6 +135,8 @@ def test_reducers_in_other_regions_are_checked_an_eighth_as_often_and_those_of_t
     assert weights == [[IN_REGION, ACROSS] * 2, [ACROSS, IN_REGION] * 2] * 2
     flat = make_plan_of(tuple(replace(m, place=Place(1)) for m in members))
     assert weight_of_checks(flat, NAMES[0], NAMES[1]) == 1.0
+    opened = make_plan_of((*members[:3], replace(members[3], standing="newcomer")))
+    assert weight_of_checks(opened, NAMES[0], NAMES[1]) == 1.0
     means = part_table(WIDE, members, codecs("int4"), PART_BYTES)[:10]
     count = {more: sum(len(drawn(means, 32, more, rng)) for _ in range(4000)) / 1000 for more in (1.0, IN_REGION, ACROSS)}
     assert count == pytest.approx({1.0: 1.0, IN_REGION: 2.0, ACROSS: 0.125}, rel=0.2)

@@ -91,8 +91,11 @@ def drawn(means: Sequence[Part], reducers: int, more: float, rng: random.Random)
 
 
 def weight_of_checks(plan: Plan, checker: str, reducer: str) -> float:
-    """Return how many times as many means of this reducer this checker makes again as usual: by the regions of the two."""
+    """Return how many times as many means of this reducer this checker makes again as usual: by the regions of the two.
+
+    Strangers' words make regions, too, but a round with strangers has no use of them.
+    """
     regions = {member.peer: member.place.region for member in plan.members}
-    if len(set(regions.values())) == 1:
+    if len(set(regions.values())) == 1 or any(member.is_stranger for member in plan.members):
         return 1.0
     return IN_REGION if regions[checker] == regions[reducer] else ACROSS
