@@ -32,6 +32,7 @@ from spes_p2p.net.shares import (
     ANSWERS_BITS,
     FRAME_COST,
     HELD_PER_PEER,
+    HELD_PER_STRANGER,
     OUTSIDER_BITS,
     OUTSIDER_FRAME_BYTES,
     OUTSIDERS_BURST_S,
@@ -526,16 +527,18 @@ def test_a_promise_of_bytes_takes_no_memory() -> None:
     asyncio.run(main())
 
 
-def test_the_bytes_held_for_a_member_are_bounded_and_free_again_when_its_streams_end() -> None:
+@pytest.mark.parametrize(("is_vouched", "most"), [(True, HELD_PER_PEER), (False, HELD_PER_STRANGER)])
+def test_the_bytes_held_for_a_member_are_bounded_and_free_again_when_its_streams_end(is_vouched: bool, most: int) -> None:
     async def main() -> None:
         shares = Shares(SILENCE_S, lambda: 1e9)
-        await shares.hold("A", HELD_PER_PEER)
+        shares.is_trusted = lambda peer: is_vouched
+        await shares.hold("A", most)
         waiting = asyncio.ensure_future(shares.hold("A", 1))
-        other = asyncio.ensure_future(shares.hold("B", HELD_PER_PEER))
+        other = asyncio.ensure_future(shares.hold("B", most))
         await asyncio.sleep(1)
         assert other.done()
         assert not waiting.done()
-        shares.release("A", HELD_PER_PEER)
+        shares.release("A", most)
         await asyncio.wait_for(waiting, 1)
 
     run_virtual(main())

@@ -26,8 +26,8 @@ STREAMS_OF_OUTSIDERS = 256
 time, and to the coordinator all of them are outsiders."""
 HELD_PER_PEER = 2**25
 """Bytes of one peer's frames that arrive or wait to be read; beyond this the sender waits."""
-HELD_PER_OUTSIDER = 2**22
-"""The same for one outsider."""
+HELD_PER_STRANGER = 2**22
+"""The same for an outsider, and for a member for which the owner does not vouch."""
 HELD_BY_OUTSIDERS = 2**26
 """The same for all outsiders together."""
 OUTSIDER_FRAME_BYTES = 2**16
@@ -173,9 +173,9 @@ class Shares:
 
     def _is_full(self, peer: str, size: int) -> bool:
         if self.is_known(peer):
-            return self._held[peer] + size > HELD_PER_PEER
+            return self._held[peer] + size > (HELD_PER_PEER if self.is_trusted(peer) else HELD_PER_STRANGER)
         held = sum(self._held[each] for each in self._outsiders)
-        return self._held[peer] + size > HELD_PER_OUTSIDER or held + size > HELD_BY_OUTSIDERS
+        return self._held[peer] + size > HELD_PER_STRANGER or held + size > HELD_BY_OUTSIDERS
 
     def _see(self, peer: str) -> None:
         if not self.is_known(peer):
