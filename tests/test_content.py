@@ -33,7 +33,16 @@ from spes_p2p.content.files import serve_files
 from spes_p2p.content.pieces import Body, Content, Delivery, Piece, Source, from_hex, listed, single
 from spes_p2p.content.relay import Relay
 from spes_p2p.content.tokens import TokenLibrary
-from spes_p2p.content.transfer import BUSY_RETRY_S, CHUNK_BYTES, REQUESTS_PER_PEER, SETTLED_S, ContentServer, _Turns, _Upload
+from spes_p2p.content.transfer import (
+    BUSY_RETRY_S,
+    CHUNK_BYTES,
+    REQUESTS_PER_PEER,
+    SETTLED_S,
+    STRANGERS_BYTES,
+    ContentServer,
+    _Turns,
+    _Upload,
+)
 from spes_p2p.data.manifest import TokenFile
 from spes_p2p.data.pieces import PIECE_BYTES, PieceHasher, root_of
 from spes_p2p.data.shelf import TokenShelf
@@ -477,6 +486,71 @@ def test_strangers_that_are_never_late_neither_take_the_places_of_others_nor_hol
         assert now() - began < SILENCE_S
 
     simulate(main)
+
+
+@dataclass
+class Steady:
+    """A donor that gives its first batch at one rate, and all others at another one."""
+
+    name: str
+    bytes_per_s: float
+    then_bytes_per_s: float
+    body: bytes
+    given: int = 0
+    patience_s: float | None = None
+
+    async def give(self, content: Content, indices: Sequence[int], delivery: Delivery) -> None:
+        for index in indices:
+            rate = self.bytes_per_s if self.given < PIECES_PER_REQUEST else self.then_bytes_per_s
+            for start in range(0, len(self.body), STRANGERS_BYTES):
+                chunk = self.body[start : start + STRANGERS_BYTES]
+                await asyncio.sleep(len(chunk) / rate)
+                delivery.count(len(chunk))
+            self.given += 1
+            await delivery.put(index, self.body)
+
+
+def fetch_from(rates: Sequence[tuple[float, float]], pieces: int = 384) -> tuple[float, float]:
+    """Download from donors of these rates at first, and then; return the seconds taken, and how often a piece was given."""
+
+    async def main() -> tuple[float, float]:
+        body = bytes(4 * CHUNK_BYTES)
+        donors = [Steady(f"D{number}", *both, body) for number, both in enumerate(rates)]
+        fetcher = Fetcher(RpcEndpoint(MemoryNetwork().transport("me"), SILENCE_S))
+
+        async def keep(index: int, got: Body) -> None:
+            pass
+
+        content = listed("base", "x", content_digest(body) * pieces, len(body))
+        assert not await fetcher.fetch(content, range(pieces), [donors], keep)
+        return now(), sum(donor.given for donor in donors) / pieces
+
+    return simulate(main)
+
+
+SLOW = [(rate, rate) for rate in (2e5, 3e5, 3e5, 4e5, 5e5, 5e5, 6e5)]
+
+
+@pytest.mark.parametrize("then", [1e4, 1.1 * LATE_BYTES_PER_S])
+def test_a_donor_that_was_fast_once_makes_others_repeat_nothing_for_each_other(then: float) -> None:
+    quiet_s, _ = fetch_from(SLOW)
+    took_s, repeated = fetch_from([*SLOW, (12e6, then)])
+    assert took_s < 1.05 * quiet_s
+    assert repeated < 1.05
+
+
+def test_donors_that_are_just_not_late_do_not_hold_up_the_end() -> None:
+    fast, slow = (4e6, 4e6), (1.1 * LATE_BYTES_PER_S, 1.1 * LATE_BYTES_PER_S)
+    quiet_s, _ = fetch_from([fast] * 3)
+    took_s, repeated = fetch_from([*[fast] * 3, *[slow] * 8])
+    assert took_s < 1.1 * quiet_s
+    assert repeated < 1.1
+
+
+def test_a_fast_donor_repeats_little_for_slow_ones_and_only_at_the_end() -> None:
+    took_s, repeated = fetch_from([(12e6, 12e6), *SLOW])
+    assert took_s < 1.1 * 384 * 4 * CHUNK_BYTES / (12e6 + sum(rate for rate, _ in SLOW))
+    assert repeated < 1.1
 
 
 def test_a_slow_donor_that_is_the_only_one_is_used(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from sample_text import write_test_campaign
 
 from spes_p2p.campaign.files import read_campaign
-from spes_p2p.content.fetcher import Fetcher
+from spes_p2p.content.fetcher import LATE_BYTES_PER_S, Fetcher
 from spes_p2p.content.tokens import PATIENCE_S, TokenLibrary
 from spes_p2p.content.transfer import ContentServer
 from spes_p2p.data.cache_order import CacheOrder
@@ -29,6 +29,7 @@ from spes_p2p.data.shelf import TokenShelf
 from spes_p2p.errors import UserError
 from spes_p2p.messages.content import PIECES_PER_REQUEST
 from spes_p2p.messages.samples import Interval
+from spes_p2p.net.limits import limited_line
 from spes_p2p.net.rpc import RpcEndpoint
 from spes_p2p.net.tasks import beside
 from spes_p2p.peer.leaving import LeaveRequest
@@ -72,9 +73,19 @@ class Place:
         return sum(path.stat().st_blocks * 512 for path in (self.folder / name).glob("*.tokens"))
 
     async def library(
-        self, name: str, shelf: TokenShelf, trainers: Sequence[str] = (), helpers: Sequence[str] = ("W",)
+        self,
+        name: str,
+        shelf: TokenShelf,
+        trainers: Sequence[str] = (),
+        helpers: Sequence[str] = ("W",),
+        vouched: Sequence[str] | None = None,
+        bytes_per_s: float | None = None,
     ) -> TokenLibrary:
-        endpoint = RpcEndpoint(self.network.transport(name), SILENCE_S)
+        """`vouched`: for whom the owner vouches; None: for all. `bytes_per_s`: of its line."""
+        line = limited_line(None if bytes_per_s is None else 8 * bytes_per_s, None)
+        endpoint = RpcEndpoint(self.network.transport(name), SILENCE_S, line)
+        if vouched is not None:
+            endpoint.shares.is_trusted = lambda peer: peer in vouched
         library = TokenLibrary(shelf, Fetcher(endpoint), lambda: (trainers, helpers), inline, random.Random(0))
         await library.serve(ContentServer(endpoint))
         return library
@@ -323,6 +334,38 @@ def test_a_donor_that_has_some_pieces_gives_those(place: Place) -> None:
         await (await place.library("B", shelf, trainers=["A"])).ensure(place.file, range(PIECES))
         assert place.is_right(shelf, range(PIECES))
         assert place.received("A", "B") > (len(some) - 1) * PIECE_BYTES
+
+    simulate(main)
+
+
+@pytest.mark.parametrize("vouched", ["A", ""], ids=["beside a vouched one", "alone"])
+@pytest.mark.parametrize("bytes_per_s", [2000.0, 1.05 * LATE_BYTES_PER_S], ids=["late", "just not late"])
+def test_strangers_that_give_text_slowly_delay_nobody_for_long(place: Place, vouched: str, bytes_per_s: float) -> None:
+    """A, for whom the owner vouches, has none of it yet, as in the first epoch; without A the strangers are asked first."""
+
+    async def main() -> None:
+        strangers = [f"stranger-{number}" for number in range(12)]
+        for name in strangers:
+            await place.library(name, place.shelf(name, has_file=True), bytes_per_s=bytes_per_s)
+        for name in ("W", *vouched):
+            await place.library(name, place.shelf(name, has_file=name == "W"))
+        mine = await place.library("me", place.shelf("me"), [*strangers, *vouched], vouched=vouched)
+        began = asyncio.get_running_loop().time()
+        await mine.ensure(place.file, range(PIECES_PER_REQUEST))
+        took_s = asyncio.get_running_loop().time() - began
+        assert took_s < (0.3 if vouched else 2 * SILENCE_S)
+        assert not vouched or not any(place.received(name, "me") for name in strangers)
+
+    simulate(main)
+
+
+def test_text_that_only_strangers_have_comes_from_them(place: Place) -> None:
+    async def main() -> None:
+        for name in ("A", "W", "X"):
+            await place.library(name, place.shelf(name, has_file=name == "X"))
+        shelf = place.shelf("me")
+        await (await place.library("me", shelf, "AX", vouched="A")).ensure(place.file, [0, 1])
+        assert place.is_right(shelf, [0, 1])
 
     simulate(main)
 

@@ -5,7 +5,8 @@
 - A donor that sends a wrong piece, dies or stalls costs only the pieces requested from it: other donors are asked for them, and
   it is dropped for the rest of the download. A donor stalls when nothing arrives for two `silence_s`, or its mean rate falls
   below MIN_BYTES_PER_S.
-- Pieces of a late request (slow, but not stalled) are also requested from an idle donor: no slow donor delays the end.
+- Pieces of a late request (slow, but not stalled) are also requested from another donor, after those of no request: no slow
+  donor delays the end. A request is late to a donor that was itself faster, so donors that are equally slow repeat nothing.
 - A busy donor is asked again later. A donor is not asked again for a piece that it lacks, and is dropped after EMPTY_REQUESTS
   consecutive requests without a piece.
 - Donors come in tiers: a piece is requested from a tier when no available donor of an earlier tier has it.
@@ -22,6 +23,7 @@ import logging
 import math
 from bisect import insort
 from collections.abc import Iterable, Iterator, Sequence, Set
+from itertools import chain, islice
 from weakref import WeakValueDictionary
 
 from spes_p2p.content.pieces import BadPiece, Body, Content, Donor, Keep
@@ -48,9 +50,13 @@ EMPTY_REQUESTS = 4
 """Drop a donor after this many consecutive requests that gave no piece."""
 MIN_BYTES_PER_S = 2**10
 """Drop donors below this rate: eight of them are slower than any usable link."""
-LATE_SILENCES, LATE_BYTES_PER_S, MUCH_SLOWER = 0.25, 2**16, 8.0
-"""A request is late when nothing arrives for this fraction of `silence_s`, or below this mean rate, or at so many times less
-than the fastest request of the same download."""
+LATE_SILENCES, LATE_BYTES_PER_S = 0.25, 2**16
+"""A request is late when nothing arrives for this fraction of `silence_s`, or below this mean rate."""
+MUCH_FASTER = 2.0
+"""To a donor that gave before, a request is late below its own last rate divided by this instead: a liar that was fast once
+makes only itself repeat more."""
+TIER_BYTES_PER_S = 2**18
+"""To a donor of a later tier, a request is late below this mean rate instead: no donor may have given before."""
 
 FIRST_ASKED, WIDENING = 16, 4
 """Ask this many peers for what many have, then this many times more, until somebody has it."""
@@ -92,9 +98,13 @@ class Fetcher:
 
         Strangers could give just fast enough, and of records whose length only the donor knows, what is none in the end.
         """
-        now, detector, is_trusted = asyncio.get_running_loop().time(), self._endpoint.detector, self._endpoint.shares.is_trusted
-        ordered = sorted(dict.fromkeys(names), key=lambda name: (detector.is_lost(name, now), not is_trusted(name)))
+        now, detector = asyncio.get_running_loop().time(), self._endpoint.detector
+        ordered = sorted(dict.fromkeys(names), key=lambda name: (detector.is_lost(name, now), not self.is_trusted(name)))
         return [PeerDonor(self._endpoint, name) for name in ordered]
+
+    def is_trusted(self, name: str) -> bool:
+        """Return whether the owner vouches for a peer."""
+        return self._endpoint.shares.is_trusted(name)
 
     async def fetch(self, content: Content, wanted: Iterable[int], donors: Tiers, keep: Keep) -> list[int]:
         """Download these pieces into `keep`; return the indices that no donor gave.
@@ -122,12 +132,13 @@ class Fetcher:
 class _Request:
     """One batch requested from one donor, and its progress."""
 
-    def __init__(self, download: _Download, donor: Donor, batch: Sequence[int]):
+    def __init__(self, download: _Download, donor: Donor, tier: int, batch: Sequence[int]):
         self.pending = set(batch)
         self.given, self.bytes = 0, 0
         self.retry_s: float | None = None
         """Set when the donor is busy: seconds until it may be asked again."""
-        self._download, self.donor, self._batch = download, donor, batch
+        self.donor, self.tier = donor, tier
+        self._download, self._batch = download, batch
         self._clock = asyncio.get_running_loop().time
         self._began_at = self._moved_at = self._clock()
 
@@ -145,13 +156,11 @@ class _Request:
         finally:
             await end_tasks([giving])
 
-    def is_late(self) -> bool:
-        """Return whether the request is slow enough to be duplicated at another donor."""
+    def is_late(self, bytes_per_s: float) -> bool:
+        """Return whether the request is silent, or slower than this, so that it may be duplicated at another donor."""
         if self.donor.patience_s is not None:
             return self.patience_left_s <= CLOCK_S
-        return self._clock() >= self._due_at(
-            self._download.fetcher.late_s, max(LATE_BYTES_PER_S, self._download.fastest / MUCH_SLOWER)
-        )
+        return self._clock() >= self._due_at(self._download.fetcher.late_s, bytes_per_s)
 
     @property
     def patience_left_s(self) -> float:
@@ -196,8 +205,8 @@ class _Download:
         self._empty: dict[str, int] = {}
         """Consecutive requests that gave no piece, by donor."""
         self._requests: set[_Request] = set()
-        self.fastest = 0.0
-        """Bytes per second of the fastest request that is done."""
+        self._bytes_per_s: dict[str, float] = {}
+        """Mean rate of the last request that gave any, by donor."""
         self._changed = asyncio.Event()
         self._told_at = asyncio.get_running_loop().time()
 
@@ -224,20 +233,24 @@ class _Download:
     ) -> list[tuple[Donor, int]]:
         """Let idle donors give what nobody is asked for yet; return those that stay idle, less those that cannot give more."""
         stay: list[tuple[Donor, int]] = []
-        under_way = self._under_way()
-        for at, (donor, tier) in enumerate(idle):
-            if under_way is None or self._missing.keys() <= under_way:
-                return stay + idle[at:]
+        under_way: dict[tuple[int, float | None], Set[int] | None] = {}
+        for donor, tier in idle:
+            view = tier, self._bytes_per_s.get(donor.name)
+            if view not in under_way:
+                under_way[view] = self._under_way(*view)
+            if under_way[view] is None:
+                stay.append((donor, tier))
+                continue
             if donor.name in self._dropped or all(index in self._lacks[donor.name] for index in self._missing):
                 continue
-            if not self._batch_for(donor, tier, under_way):
+            if not self._batch_for(donor, tier, under_way[view]):
                 stay.append((donor, tier))
                 continue
             task = asyncio.create_task(self._fetch_from(donor, tier))
             task.add_done_callback(lambda task: self._notify())
             at_work[task] = (donor, tier)
             await asyncio.sleep(0)  # until it has begun its request
-            under_way = self._under_way()
+            under_way.clear()
         return stay
 
     async def take(self, donor: Donor, index: int, body: Body | None) -> None:
@@ -256,9 +269,9 @@ class _Download:
         clock, name = asyncio.get_running_loop().time, donor.name
         while name not in self._dropped:
             async with self.fetcher.slot(donor):
-                if not (batch := self._batch_for(donor, tier, self._under_way())):
+                if not (batch := self._batch_for(donor, tier, self._under_way(tier, self._bytes_per_s.get(name)))):
                     return
-                request = await self._ask(donor, batch)
+                request = await self._ask(donor, tier, batch)
             if request.retry_s is None:
                 self._busy_since.pop(name, None)
                 self._empty[name] = 0 if request.given else self._empty.get(name, 0) + 1
@@ -269,14 +282,15 @@ class _Download:
             else:
                 self._dropped.add(name)
 
-    async def _ask(self, donor: Donor, batch: Sequence[int]) -> _Request:
+    async def _ask(self, donor: Donor, tier: int, batch: Sequence[int]) -> _Request:
         """Run one request; drop a donor that fails."""
-        request = _Request(self, donor, batch)
+        request = _Request(self, donor, tier, batch)
         self._busy.discard(donor.name)
         self._requests.add(request)
         try:
             await request.run()
-            self.fastest = max(self.fastest, request.bytes_per_s)
+            if request.bytes:
+                self._bytes_per_s[donor.name] = request.bytes_per_s
         except (PeerUnreachable, Refused, WireError, BadPiece) as error:
             if isinstance(error, Refused) and error.code is Code.BUSY:
                 self._busy.add(donor.name)
@@ -301,25 +315,26 @@ class _Download:
             logger.info("waiting for a turn to download %s: %s says that %s", self.content.kind, donor.name[-6:], error)
 
     def _batch_for(self, donor: Donor, tier: int, under_way: Set[int] | None) -> list[int]:
-        """Return the next pieces that are not in flight and that no available donor of an earlier tier can give in time."""
+        """Return the next pieces for a donor: first those of no request that no available donor of an earlier tier can give."""
         if under_way is None:
             return []
-        unavailable = self._dropped | self._busy | {request.donor.name for request in self._requests if request.is_late()}
+        late = {request.donor.name for request in self._requests if request.is_late(TIER_BYTES_PER_S)}
+        unavailable = self._dropped | self._busy | late
         before = [other.name for earlier in self._tiers[:tier] for other in earlier if other.name not in unavailable]
-        batch = []
-        for index in self._missing:
-            if index in self._lacks[donor.name] or index in under_way:
-                continue
-            if all(index in self._lacks[name] for name in before):
-                batch.append(index)
-                if len(batch) == PIECES_PER_REQUEST:
-                    break
-        return batch
+        asked, lacks = {index for request in self._requests for index in request.pending}, self._lacks[donor.name]
+        new = (index for index in self._missing if index not in asked and all(index in self._lacks[name] for name in before))
+        again = (index for index in self._missing if index in asked and index not in under_way)
+        return list(islice((index for index in chain(new, again) if index not in lacks), PIECES_PER_REQUEST))
 
-    def _under_way(self) -> Set[int] | None:
-        """Return the pieces that are about to come; None where there are enough requests."""
-        prompt = [request for request in self._requests if not request.is_late()]
-        return None if len(prompt) >= MAX_CONCURRENT_DONORS else {index for request in prompt for index in request.pending}
+    def _under_way(self, tier: int, bytes_per_s: float | None) -> Set[int] | None:
+        """Return the pieces that are about to come, to a donor of this tier and last rate.
+
+        None where there are enough requests, or nothing is left to ask for.
+        """
+        late_below = LATE_BYTES_PER_S if bytes_per_s is None else bytes_per_s / MUCH_FASTER
+        prompt = [each for each in self._requests if not each.is_late(TIER_BYTES_PER_S if each.tier < tier else late_below)]
+        coming = {index for request in prompt for index in request.pending}
+        return None if len(prompt) >= MAX_CONCURRENT_DONORS or self._missing.keys() <= coming else coming
 
     def _notify(self) -> None:
         self._changed.set()
@@ -327,7 +342,7 @@ class _Download:
 
     async def _wait_for_change(self) -> None:
         """Wait until a request makes progress, or may have become late."""
-        left_s = [request.patience_left_s for request in self._requests if not request.is_late()]
+        left_s = [request.patience_left_s for request in self._requests if request.patience_left_s > CLOCK_S]
         try:
             await asyncio.wait_for(self._changed.wait(), min([self.fetcher.late_s, *left_s]))
         except asyncio.TimeoutError:

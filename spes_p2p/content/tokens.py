@@ -1,7 +1,8 @@
 """Training text as content: the pieces of token files that this peer trains on.
 
-Trainers are asked first, in random order, so that the bootstrap peer serves each piece only a few times. The URL of the token
-file, if the manifest names one, is the last tier: its owner pays for egress.
+Trainers are asked first, in random order, so that the bootstrap peer serves each piece only a few times. Trainers for which the
+owner does not vouch come after the helpers, since anybody can register many. The URL of the token file, if the manifest names
+one, is the last tier: its owner pays for egress.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from spes_p2p.messages.refusals import Code
 logger = logging.getLogger(__name__)
 
 TRAINERS_ASKED = 3
-"""Bounds the trainers that are asked before the helpers. Trainers keep the text that they trained on."""
+"""Bounds the trainers that are asked before the helpers, and after them. Trainers keep the text that they trained on."""
 PATIENCE_S, RETRY_S = 120.0, 2.0
 """Fail after this long without a donor that has a piece; interval between tries."""
 MAX_CONCURRENT_UPLOADS = 8
@@ -102,7 +103,8 @@ class TokenLibrary:
                 raise BadPiece(f"sent piece hashes that do not fit {file.path}")
             await self._run(self._shelf.keep_hashes, root)
 
-        await self._fetcher.fetch(content, [0], self._donors()[::-1], keep)
+        trainers, helpers, others = self._donors()
+        await self._fetcher.fetch(content, [0], [helpers, trainers, others], keep)
 
     async def _fetch(self, file: TokenFile, missing: Sequence[int]) -> list[int]:
         """Try to download these pieces; return those that no donor gave."""
@@ -117,12 +119,16 @@ class TokenLibrary:
         content = listed("tokens", root, hashes, PIECE_BYTES)
         return await self._fetcher.fetch(content, missing, [*self._donors(), [_AtUrl(self._urls, file, self._run)]], keep)
 
-    def _donors(self) -> list[list[Donor]]:
-        """Return tiers of donors: TRAINERS_ASKED random trainers, of whom the owner vouches for one, then all helpers."""
+    def _donors(self) -> tuple[list[Donor], list[Donor], list[Donor]]:
+        """Return tiers of donors: a few random trainers for which the owner vouches, all helpers, and as many other trainers.
+
+        Where the owner vouches for none the others come before the helpers.
+        """
         trainers, helpers = (self._fetcher.peers(self._rng.sample(list(group), len(group))) for group in self._sources())
-        one = trainers[:1]  # `peers` puts those first for which the owner vouches
-        others = self._rng.sample(trainers[1:], min(TRAINERS_ASKED - 1, len(trainers[1:])))
-        return [one + others, helpers]
+        vouched = [trainer for trainer in trainers if self._fetcher.is_trusted(trainer.name)]
+        others = [trainer for trainer in trainers if not self._fetcher.is_trusted(trainer.name)]
+        first, last = (vouched, others) if vouched else (others, vouched)
+        return first[:TRAINERS_ASKED], helpers, last[:TRAINERS_ASKED]
 
 
 @dataclass(frozen=True)
