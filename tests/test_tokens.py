@@ -20,7 +20,8 @@ from sample_text import write_test_campaign
 
 from spes_p2p.campaign.files import read_campaign
 from spes_p2p.content.fetcher import LATE_BYTES_PER_S, Fetcher
-from spes_p2p.content.tokens import PATIENCE_S, TokenLibrary
+from spes_p2p.content.pieces import Body, listed
+from spes_p2p.content.tokens import MAX_CONCURRENT_UPLOADS, PATIENCE_S, TURN_BYTES, TokenLibrary
 from spes_p2p.content.transfer import ContentServer
 from spes_p2p.data.cache_order import CacheOrder
 from spes_p2p.data.manifest import TokenFile
@@ -31,7 +32,7 @@ from spes_p2p.messages.content import PIECES_PER_REQUEST
 from spes_p2p.messages.samples import Interval
 from spes_p2p.net.limits import limited_line
 from spes_p2p.net.rpc import RpcEndpoint
-from spes_p2p.net.tasks import beside
+from spes_p2p.net.tasks import beside, end_tasks
 from spes_p2p.peer.leaving import LeaveRequest
 from spes_p2p.session.text import CHECK_EVERY_S, keep_checking, make_readers, text_to_serve
 from spes_p2p.testing.memory_network import MemoryNetwork
@@ -366,6 +367,31 @@ def test_text_that_only_strangers_have_comes_from_them(place: Place) -> None:
         shelf = place.shelf("me")
         await (await place.library("me", shelf, "AX", vouched="A")).ensure(place.file, [0, 1])
         assert place.is_right(shelf, [0, 1])
+
+    simulate(main)
+
+
+def test_who_reads_text_for_ever_makes_room_for_a_newcomer(place: Place) -> None:
+    async def main() -> None:
+        place.network.set_bandwidth("W", 4e6, 4e6)
+        await place.library("W", place.shelf("W", has_file=True))
+        hashes = place.shelf("W", has_file=True).hashes(place.file.pieces_sha256)
+        assert hashes is not None
+        content = listed("tokens", place.file.pieces_sha256, hashes, PIECE_BYTES)
+
+        async def ignore(index: int, body: Body) -> None:
+            pass
+
+        async def read_for_ever(name: str) -> None:
+            fetcher = Fetcher(RpcEndpoint(place.network.transport(name), SILENCE_S))
+            while True:
+                await fetcher.fetch(content, range(PIECES), [fetcher.peers(["W"])], ignore)
+
+        readers = [asyncio.create_task(read_for_ever(f"reader-{number}")) for number in range(2 * MAX_CONCURRENT_UPLOADS)]
+        await asyncio.sleep(5.0)
+        newcomer = await place.library("A", place.shelf("A"))
+        await asyncio.wait_for(newcomer.ensure(place.file, [0]), 3 * MAX_CONCURRENT_UPLOADS * TURN_BYTES / 4e6)
+        await end_tasks(readers)
 
     simulate(main)
 

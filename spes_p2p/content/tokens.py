@@ -32,6 +32,8 @@ PATIENCE_S, RETRY_S = 120.0, 2.0
 """Fail after this long without a donor that has a piece; interval between tries."""
 MAX_CONCURRENT_UPLOADS = 8
 """Bounds the peers that fetch text from this peer at a time."""
+TURN_BYTES = 2.0**22
+"""Who was sent more makes room for a peer that waits: text is read for ever."""
 
 
 class TokenLibrary:
@@ -52,8 +54,8 @@ class TokenLibrary:
 
     async def serve(self, server: ContentServer) -> None:
         """Start to serve text."""
-        await server.serve("token_hashes", self._hashes, MAX_CONCURRENT_UPLOADS)
-        await server.serve("tokens", self._piece, MAX_CONCURRENT_UPLOADS)
+        await server.serve("token_hashes", self._hashes, MAX_CONCURRENT_UPLOADS, lambda: TURN_BYTES)
+        await server.serve("tokens", self._piece, MAX_CONCURRENT_UPLOADS, lambda: TURN_BYTES)
 
     async def _hashes(self, root: str, index: int) -> Body | None:
         hashes: bytes | None = await self._run(self._shelf.hashes, root)
