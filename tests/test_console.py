@@ -162,13 +162,13 @@ def test_a_step_is_worth_a_warning_where_it_is_far_too_large_or_repeatedly_too_l
     trainer(UpdatesClipped(6, (), (("router", 0.95), ("experts", 0.9))))
     trainer(UpdatesClipped(7, (), (("router", 0.95),)))
     trainer(UpdatesClipped(9, (), (("experts", 0.2),)))
-    for number in (11, 12):
-        trainer(UpdatesClipped(number, (("peer-aaaaaa", 2), ("peer-bbbbbb", 3)), ()))
+    for number in (11, 12, 111):
+        trainer(UpdatesClipped(number, (("peer-aaaaaa", 2), ("peer-bbbbbb", 1)), ()))
     assert [(record.levelno, record.message.partition(": ")[2]) for record in log.records] == [
         (logging.WARNING, "clipped the step of router to 0.95 of its size"),
         (logging.WARNING, "clipped the step of experts to 0.2 of its size"),
-        (logging.WARNING, f"clipped 2 parts of this peer's update, 3 parts of bbbbbb's update{WHY_CLIPPED}"),
-        (logging.WARNING, "clipped 2 parts of this peer's update, 3 parts of bbbbbb's update"),
+        (logging.WARNING, f"clipped 2 parts of this peer's update, 1 part of bbbbbb's update{WHY_CLIPPED}"),
+        (logging.WARNING, "clipped 2 parts of this peer's update, 1 part of bbbbbb's update"),
     ]
 
 

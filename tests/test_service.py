@@ -127,6 +127,13 @@ def test_no_unit_is_made_for_a_run_dir_that_a_trainer_uses_which_the_service_did
     state.close()
 
 
+def test_two_units_with_the_same_run_dir_are_refused(home: Path) -> None:
+    assert call("service", "install", "--", EXAMPLE_ADDRESS).code == 0
+    assert_refused(["install", "--name", "second", "--", EXAMPLE_ADDRESS], "runs/peer: the unit spes-p2p trains there")
+    assert call("service", "install", "--name", "second", "--", EXAMPLE_ADDRESS, "--run-dir", "runs/other").code == 0
+    assert units(home) == ["second.service", "spes-p2p.service"]
+
+
 def test_the_line_without_systemd_runs_the_words_that_were_typed(home: Path) -> None:
     said = call("service", "install", "--", EXAMPLE_ADDRESS, "--run-dir", "it's $HOME; a b").stdout
     (line,) = [line for line in said.splitlines() if line.startswith("nohup ")]

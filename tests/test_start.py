@@ -158,6 +158,7 @@ def cut_short(path: Path) -> None:
     ("olmoe", lambda f: edit_config(f, num_hidden_layers=3), "has no tensor model.layers.2"),
     ("olmoe", lambda f: edit_config(f, eos_token_id=600), "no token for the model's eos_token_id = 600; it is another model's"),
     ("olmoe", lambda f: ends_with(f, 2, "<|endoftext|>"), r"""eos_token_id = 2, .* is the token '"', but .* id 0; edit"""),
+    ("olmoe", lambda f: ends_with(f, 2, None), r"""eos_token_id = 2, .* is '"' in .*, an ordinary token; set it"""),
     ("olmoe", lambda f: ends_with(f, [2, 3], {"content": "<|endoftext|>"}), "edit the one that is wrong"),
     ("olmoe", lambda f: drop_a_tensor(f, "model.norm.weight"), "has no tensor model.norm.weight, which its config.json asks"),
     ("olmoe", lambda f: cut_short(f / "model.safetensors"), "model.safetensors: missing or cut short"),
@@ -177,7 +178,8 @@ def test_what_cannot_be_a_beginning_is_refused_in_one_line(family: str, harm: An
 
 
 @pytest.mark.parametrize(("ids", "token", "expected"), [
-    (0, "<|endoftext|>", "<|endoftext|>"), ([2, 0], "<|endoftext|>", '"'), (2, None, '"'), (None, '"', "<|endoftext|>"),
+    (0, "<|endoftext|>", "<|endoftext|>"), ([2, 0], "<|endoftext|>", '"'), (0, None, "<|endoftext|>"),
+    (None, '"', "<|endoftext|>"),
 ])
 def test_the_models_end_token_ends_documents_if_the_tokenizer_agrees(
     ids: Any, token: Any, expected: str, tmp_path: Path

@@ -147,6 +147,9 @@ def _eos_token(config: dict[str, Any], config_json: Path, tokenizer: Path) -> st
         raise UserError(f"{tokenizer}: has no token for the model's eos_token_id = {ids[0]}; it is another model's tokenizer")
     settings = tokenizer.with_name(TOKENIZER_CONFIG)
     named = _named_eos_token(settings)
+    if named is None and isinstance(ids[0], int) and ids[0] not in known.get_added_tokens_decoder():
+        raise UserError(f"{config_json}: eos_token_id = {ids[0]}, which would end each document, is {token!r} in {tokenizer}, "
+                        f"an ordinary token; set it to the end token's id, or name that as eos_token in {settings.name}")
     if named is not None and isinstance(ids[0], int) and known.token_to_id(named) not in ids:
         raise UserError(f"{config_json}: eos_token_id = {ids[0]}, which would end each document, is the token {token!r}, but "
                         f"{settings} has eos_token = {named!r}, id {known.token_to_id(named)}; edit "

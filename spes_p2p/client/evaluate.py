@@ -207,7 +207,7 @@ def render(results: Mapping[str, Any]) -> str:
     table = ["  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     cut = [f"{count} of {results['samples'][task]} in {task}" for task, count in results["cut"].items()]
     warning = (f"warning: prompts longer than the model's context of {results['context']} tokens have lost their beginning, "
-               f"shots first: {', '.join(cut)}; give fewer shots")
+               f"shots first: {', '.join(cut)}; where there were shots, give fewer")
     return "\n".join([f"{results['model']}{of_round}; {conditions(results)}", *table, *([warning] if cut else [])])
 
 

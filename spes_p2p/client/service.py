@@ -90,6 +90,9 @@ def install(name: str, arguments: Sequence[str], run_dir: Path) -> list[str]:
     """Write the unit and start it; return what to tell the user. Raises UserError."""
     path = unit_path(name)
     _read_ours(path)
+    for other in path.parent.glob("*.service"):
+        if other != path and other.is_file() and _run_dir(other.read_text(errors="replace")) == Path.cwd() / run_dir:
+            raise UserError(f"{run_dir}: the unit {other.stem} trains there; choose another --run-dir, or --name {other.stem}")
     if read_own_state(run_dir) is not None and not _systemctl("is-active", path.name):
         raise UserError(f"{run_dir}: a trainer runs with it that this service did not start; end it first: Ctrl-C or kill")
     write_whole(path, unit_text(arguments, run_dir, Path.cwd()).encode())

@@ -56,6 +56,7 @@ _SOURCES = {"disk": "base {} is in place",  # made just now, or kept from before
 WHY_CLIPPED = ("; there this peer's update was larger than those of others, and counts for less: you need not do anything, but "
                "tell the campaign's owner if it goes on for many rounds")
 
+CLIPPED_AGAIN_ROUNDS = 100
 _OF_ROUNDS = (events.Evaluated, events.UpdatesClipped, events.StepsRejected, events.VerdictsTaken, events.Controlled)
 """Events of a committed round that are no news once later rounds are decided."""
 
@@ -122,6 +123,8 @@ class RoundLog:
         self._living: frozenset[str] | None = None
         self._bounded_at, self._bounded = -1, dict[str, int]()
         """The last round with steps scaled down, and by group for how many rounds in a row."""
+        self._clipped_at = dict[str, int]()
+        """By member: the last round for which it was told that its update was clipped."""
         self._has_explained = False
         """Whether this peer's user was told what it means that its update is clipped."""
         self._complained_at = self._forecast_at = -math.inf
@@ -151,11 +154,16 @@ class RoundLog:
             logger.log(level, "%s", line, extra={EVENT: event})
 
     def _is_alarming(self, event: events.UpdatesClipped) -> bool:
-        """Whether a member's update stood out, a step by far, or the same one repeatedly: in healthy campaigns steps vary."""
+        """Whether a member's update stood out, a step by far, or the same one repeatedly: in healthy campaigns steps vary.
+
+        Of a member once in CLIPPED_AGAIN_ROUNDS: some newcomers' updates are clipped in each round.
+        """
         before = self._bounded if event.round == self._bounded_at + 1 else {}
         self._bounded_at, self._bounded = event.round, {name: before.get(name, 0) + 1 for name, _ in event.groups}
         repeated = any(count >= REPEATED_ROUNDS for count in self._bounded.values())
-        return bool(event.parts) or repeated or any(factor < LARGE_STEP for _, factor in event.groups)
+        due = {peer for peer, _ in event.parts if event.round - self._clipped_at.get(peer, -math.inf) >= CLIPPED_AGAIN_ROUNDS}
+        self._clipped_at |= dict.fromkeys(due, event.round)
+        return bool(due) or repeated or any(factor < LARGE_STEP for _, factor in event.groups)
 
     def _line(self, event: Event) -> str | None:
         if isinstance(event, _OF_ROUNDS) and self._caught_up is not None and event.round < self._caught_up.round:
@@ -196,7 +204,8 @@ class RoundLog:
                 return f"{self._nth(event.round)}: discarded work on {human_count(event.tokens)} tokens ({event.reason})"
             case events.UpdatesClipped():
                 me = self._board.status.peer_id
-                parts = [f"{count} parts of {'this peer' if peer == me else peer[-6:]}'s update" for peer, count in event.parts]
+                whose = {peer: "this peer" if peer == me else peer[-6:] for peer, _ in event.parts}
+                parts = [f"{counted(count, 'part')} of {whose[peer]}'s update" for peer, count in event.parts]
                 steps = [f"the step of {name} to {factor:.2g} of its size" for name, factor in event.groups]
                 why = WHY_CLIPPED if not self._has_explained and me in dict(event.parts) else ""
                 self._has_explained |= bool(why)
