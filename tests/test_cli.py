@@ -772,7 +772,7 @@ def test_status_of_a_swarm_without_trainers(running: LocalPeers) -> None:
 
 
 def test_a_terminal_of_another_encoding_gets_a_question_mark_for_what_it_lacks() -> None:
-    script = "import spes_p2p.cli as cli, spes_p2p.__main__ as program; cli.main = lambda: print('round 1 · loss'); program.main()"
+    script = "import spes_p2p.cli as cli, spes_p2p.__main__ as top; cli.main = lambda: print('round 1 · loss'); top.main()"
     environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
     ended = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False)
     assert ended.stdout == "round 1 ? loss\n", ended.stderr
