@@ -9,13 +9,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from spes_p2p.campaign.files import CampaignFiles, keep_campaign, read_run_dir, sha256
-from spes_p2p.errors import UserError
+from spes_p2p.errors import Damaged, UserError
 from spes_p2p.messages.codec import pack
 from spes_p2p.messages.consensus import Ballot, CertifiedCommit
 from spes_p2p.observe.events import BaseRestored
+from spes_p2p.rounds.base import Base, load_base, save_base
+from spes_p2p.rounds.digest import piece_digests, state_digest
+from spes_p2p.session.own_state import RunDirInUse
+from spes_p2p.session.run_dir import made_run_dir
 from spes_p2p.storage.store import DirectoryStore, frame_record
 from spes_p2p.testing.memory_store import MemoryStore
 from spes_p2p.testing.simulate.swarm import VirtualSwarm, campaign, simulate
@@ -187,7 +192,7 @@ def test_a_harmed_file_of_a_run_dir_is_recovered(
         await starts_again(swarm, run_dir)
 
     simulate(main)
-    told = f"{run_dir / name} is cut short or damaged; downloading the base again" in caplog.text
+    told = f"{run_dir / name} is damaged, or another campaign's; downloading the base again" in caplog.text
     assert told == (name == "base" and harm in HARMS)
 
 
@@ -233,7 +238,7 @@ def test_a_harmed_file_of_the_campaign_is_named_and_restored_by_the_campaign_tha
         assert caplog.messages == [f"{tmp_path}: restored {name}, damaged or missing"]
 
 
-@pytest.mark.parametrize("harm", ["cut in the middle", "deleted"])
+@pytest.mark.parametrize("harm", ["cut in the middle", "deleted", "another's"])
 def test_a_genesis_commit_is_restored_where_the_first_commit_follows_from_it(tmp_path: Path, harm: str) -> None:
     known = campaign().model_copy(update={f"{file}_sha256": sha256(content) for file, content in NAMED.items()})
     genesis = VirtualSwarm(known).genesis
@@ -241,6 +246,8 @@ def test_a_genesis_commit_is_restored_where_the_first_commit_follows_from_it(tmp
     keep_campaign(files, genesis, tmp_path)
     whole = read_run_dir(tmp_path)
     (tmp_path / "genesis").unlink()
+    if harm == "another's":
+        (tmp_path / "genesis").write_bytes(frame_record(pack(VirtualSwarm(campaign(name="other")).genesis)))
     if harm in HARMS:
         (tmp_path / "genesis").write_bytes(HARMS[harm](frame_record(pack(genesis))))
     for parent, is_proven in ((replace(genesis, step=1), False), (genesis, True)):
@@ -252,6 +259,28 @@ def test_a_genesis_commit_is_restored_where_the_first_commit_follows_from_it(tmp
         else:
             with pytest.raises(UserError, match="copy it from another peer's run-dir, or join with another --run-dir"):
                 keep_campaign(files, genesis, tmp_path)
+
+
+@pytest.mark.parametrize(("error", "is_kept"), [(RunDirInUse("in use"), True), (UserError("no peer answers"), False)])
+def test_who_does_not_get_a_new_run_dir_leaves_it_to_the_peer_that_has_it(
+    error: UserError, is_kept: bool, tmp_path: Path
+) -> None:
+    def start() -> None:
+        with made_run_dir(tmp_path / "run"):
+            (tmp_path / "run/identity.key").write_bytes(b"")  # of the other, which began at the same time
+            raise error
+
+    with pytest.raises(UserError, match=str(error)):
+        start()
+    assert (tmp_path / "run/identity.key").exists() == is_kept
+
+
+def test_a_base_of_another_model_is_called_damaged() -> None:
+    store = MemoryStore()
+    values = np.zeros(8, np.float32)
+    save_base(store, Base("c", 3, values, state_digest(values), None, piece_digests(values)))
+    with pytest.raises(Damaged, match="holds 8 values, this campaign's model has 9; start its peer again"):
+        load_base(store, 9, "run")
 
 
 @pytest.mark.parametrize("name", CAMPAIGN_FILES)

@@ -164,6 +164,8 @@ def check_run_dir(files: CampaignFiles, genesis: Commit, run_dir: Path) -> bool:
         known = read_run_dir(run_dir)
     except UserError:
         if genesis.campaign != files.campaign.hash or not _begins_with(genesis, run_dir):
+            if _content(run_dir / CAMPAIGN_FILE) == files.campaign.canonical_json():
+                raise Damaged(f"{run_dir / GENESIS_FILE}: damaged, or of another campaign; {WITHOUT_GENESIS}") from None
             raise
         return False
     if known is None:
@@ -231,9 +233,10 @@ def read_run_dir(run_dir: Path) -> tuple[CampaignFiles, Commit] | None:
 
 
 def _begins_with(genesis: Commit, run_dir: Path) -> bool:
-    """Return whether a run-dir has this genesis commit or, where that is damaged, a first commit that follows from it."""
+    """Return whether a run-dir has this genesis commit, or a first commit that follows from it."""
     with contextlib.suppress(Damaged):
-        return read_genesis(run_dir) == genesis
+        if read_genesis(run_dir) == genesis:
+            return True
     try:
         first = unpack(CertifiedCommit, read_frame((run_dir / LOG).read_bytes())[0])
     except (FileNotFoundError, ValueError):

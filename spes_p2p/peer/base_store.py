@@ -65,7 +65,7 @@ class BaseStore:
                 load_base, world.store, self._elements, where, BASE, derive, world.threads
             )
         except Damaged:
-            logger.warning("%s/%s is cut short or damaged; downloading the base again", where, BASE)
+            logger.warning("%s/%s is damaged, or another campaign's; downloading the base again", where, BASE)
             return False
         if base is None:
             return False

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from spes_p2p.errors import Damaged, Refused, UserError
+from spes_p2p.errors import Damaged, Refused
 from spes_p2p.messages.codec import pack, unpack
 from spes_p2p.messages.rounds import Proposal
 from spes_p2p.rounds.digest import PIECE_ELEMENTS, piece_digest, piece_digests, root_digest
@@ -140,7 +140,7 @@ def save_base(store: Store, base: Base, name: str = BASE, threads: int = 1) -> N
 def load_base(
     store: Store, elements: int, where: str, name: str = BASE, derive: DerivePlan | None = None, threads: int = 1
 ) -> Base | None:
-    """Return the stored base after checking its digest, or None. Raises Damaged; UserError when it is another model's.
+    """Return the stored base after checking its digest, or None. Raises Damaged, also when it is another model's.
 
     `where` names the run-dir in the error. `derive`: derives the plan; the base has none where no plan follows.
     """
@@ -161,9 +161,7 @@ def load_base(
     except ValueError:
         raise damaged from None
     if header.elements != elements:
-        raise UserError(
-            f"{where}/{name}: holds {header.elements} values, this campaign's model has {elements}; use another run-dir"
-        )
+        raise Damaged(f"{where}/{name}: holds {header.elements} values, this campaign's model has {elements}; {advice}")
     digests = piece_digests(values, threads)
     if root_digest(digests) != header.digest:
         raise damaged

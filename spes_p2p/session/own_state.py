@@ -120,8 +120,12 @@ class StateFile:
         raise _in_use(self._path.parent)
 
 
-def _in_use(run_dir: Path) -> UserError:
-    return UserError(f"{run_dir}: a running peer uses this run-dir; stop it, or give this one another --run-dir")
+class RunDirInUse(UserError):
+    """Another process holds the run-dir, and all that is in it."""
+
+
+def _in_use(run_dir: Path) -> RunDirInUse:
+    return RunDirInUse(f"{run_dir}: a running peer uses this run-dir; stop it, or give this one another --run-dir")
 
 
 def require_unused(run_dir: Path) -> None:

@@ -11,6 +11,7 @@ from spes_p2p.errors import UserError
 from spes_p2p.rounds.archive import archived_rounds, load_archived
 from spes_p2p.rounds.base import Base, load_base
 from spes_p2p.rounds.outer import base_size
+from spes_p2p.session.own_state import RunDirInUse
 from spes_p2p.storage.store import DirectoryStore
 
 ADDRESS_FILE = "address"
@@ -30,6 +31,8 @@ def made_run_dir(run_dir: Path) -> Iterator[None]:
         raise UserError(f"{run_dir}: cannot be a run-dir ({error.strerror}); choose another --run-dir") from None
     try:
         yield
+    except RunDirInUse:
+        raise
     except UserError:
         if not (run_dir / CAMPAIGN_FILE).exists():
             for path in set(run_dir.iterdir()) - (before or set()):
