@@ -25,6 +25,10 @@ class Broken(UserError):
     """A failure that is not the user's fault and may not recur. The exit code is 1, so that a supervisor restarts the peer."""
 
 
+class RunDirInUse(UserError):
+    """Another process holds the run-dir, and all that is in it."""
+
+
 class Damaged(UserError):
     """A file does not hold what was written. A running peer fetches what others have."""
 

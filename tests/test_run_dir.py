@@ -13,13 +13,12 @@ import numpy as np
 import pytest
 
 from spes_p2p.campaign.files import CampaignFiles, keep_campaign, read_run_dir, sha256
-from spes_p2p.errors import Damaged, UserError
+from spes_p2p.errors import Damaged, RunDirInUse, UserError
 from spes_p2p.messages.codec import pack
 from spes_p2p.messages.consensus import Ballot, CertifiedCommit
 from spes_p2p.observe.events import BaseRestored
 from spes_p2p.rounds.base import Base, load_base, save_base
 from spes_p2p.rounds.digest import piece_digests, state_digest
-from spes_p2p.session.own_state import RunDirInUse
 from spes_p2p.session.run_dir import made_run_dir
 from spes_p2p.storage.store import DirectoryStore, frame_record
 from spes_p2p.testing.memory_store import MemoryStore

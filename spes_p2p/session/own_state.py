@@ -20,7 +20,7 @@ from typing import IO
 from pydantic import TypeAdapter, ValidationError
 
 from spes_p2p.config.addresses import is_peer_address
-from spes_p2p.errors import UserError, printable
+from spes_p2p.errors import RunDirInUse, UserError, printable
 from spes_p2p.observe.json_values import to_json
 
 STATE_FILE, ORDER_FILE = "own_state.json", "pause"
@@ -118,10 +118,6 @@ class StateFile:
             time.sleep(LOCK_AGAIN_S)
         file.close()
         raise _in_use(self._path.parent)
-
-
-class RunDirInUse(UserError):
-    """Another process holds the run-dir, and all that is in it."""
 
 
 def _in_use(run_dir: Path) -> RunDirInUse:

@@ -7,11 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from spes_p2p.campaign.files import CAMPAIGN_FILE, CampaignFiles, read_run_dir
-from spes_p2p.errors import UserError
+from spes_p2p.errors import RunDirInUse, UserError
 from spes_p2p.rounds.archive import archived_rounds, load_archived
 from spes_p2p.rounds.base import Base, load_base
 from spes_p2p.rounds.outer import base_size
-from spes_p2p.session.own_state import RunDirInUse
 from spes_p2p.storage.store import DirectoryStore
 
 ADDRESS_FILE = "address"
