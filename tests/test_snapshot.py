@@ -188,7 +188,7 @@ def test_what_strangers_say_does_not_count_while_a_member_answers() -> None:
     simulate(main)
 
 
-def test_strangers_are_not_believed_while_a_member_applies_the_commit_or_is_busy() -> None:
+def test_strangers_are_not_believed_while_a_member_applies_the_commit() -> None:
     async def main() -> None:
         board = await donors(MemoryNetwork(), {"X": BASE, "member": None})
         assert await collect_offers(board, ["member", "X"], "h", SIZE, {"member"}) == []

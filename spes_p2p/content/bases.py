@@ -175,22 +175,24 @@ async def collect_offers(
     """Ask donors for a commit's base, more and more of them until there are offers; return those with this digest.
 
     They are in the order of their answers: donors that are near, or have little to do, come first. Without a digest, the most
-    common one counts; other offers are logged. `known`: peers that are asked first. Without a digest, where any of them is a
-    donor, only theirs count, also while they do not offer that base yet or are busy: anybody can register any number of
-    strangers. `invitation`: shown to the donors.
+    common one counts; other offers are logged. `known`: peers that are asked first. Without a digest, only their offers count
+    where any of them answers, also that it has not applied this commit yet: anybody can register any number of strangers.
+    `invitation`: shown to the donors.
     """
-    offers: list[Offer] = []
+    offers, lacking = list[Offer](), set[str]()
     is_wanted, request = False, SnapshotRequest(commit, invitation)
     for some in widening(sorted(donors, key=lambda donor: donor not in known)):
-        offers += [each for each in await _ask_all(endpoint, some, request) if _is_offer(each.info, commit, elements)]
+        found = await _ask_all(endpoint, some, request, lacking)
+        offers += [each for each in found if _is_offer(each.info, commit, elements)]
         is_wanted = any(not digest or offer.info.digest == digest for offer in offers)
         if is_wanted:
             break
     if not is_wanted:
         return []
-    counting = offers if digest or known.isdisjoint(donors) else [offer for offer in offers if offer.donor in known]
-    if not counting:
+    counting = [offer for offer in offers if offer.donor in known]
+    if not counting and not digest and lacking & known:
         return []
+    counting = counting or offers
     agreed = digest or Counter(offer.info.digest for offer in counting).most_common(1)[0][0]
     for offer in offers:
         if offer.info.digest != agreed:
@@ -198,12 +200,20 @@ async def collect_offers(
     return [offer for offer in offers if offer.info.digest == agreed]
 
 
-async def _ask_all(endpoint: RpcEndpoint, donors: Sequence[str], request: SnapshotRequest) -> list[Offer]:
+async def _ask_all(
+    endpoint: RpcEndpoint, donors: Sequence[str], request: SnapshotRequest, lacking: set[str]
+) -> list[Offer]:
+    """Return the offers; add the donors that say that they lack the base to `lacking`."""
     offers = list[Offer]()
 
     async def ask(donor: str) -> None:
-        if (info := await _ask_info(endpoint, donor, request)) is not None:
-            offers.append(Offer(donor, info))
+        try:
+            offers.append(Offer(donor, await _ask_info(endpoint, donor, request)))
+        except Refused as refused:
+            if refused.code is Code.NOT_HERE:
+                lacking.add(donor)
+        except (PeerUnreachable, WireError) as error:
+            logger.debug("no base from %s: %s", donor[-6:], error)
 
     await asyncio.gather(*map(ask, donors))
     return offers
@@ -211,8 +221,7 @@ async def _ask_all(endpoint: RpcEndpoint, donors: Sequence[str], request: Snapsh
 
 async def newest_bases(endpoint: RpcEndpoint, peers: Iterable[str]) -> list[SnapshotInfo]:
     """Return the newest base of each of these peers that has one and answers."""
-    infos = await asyncio.gather(*(_ask_info(endpoint, peer, SnapshotRequest("")) for peer in peers))
-    return [info for info in infos if info is not None]
+    return [offer.info for offer in await _ask_all(endpoint, list(peers), SnapshotRequest(""), set())]
 
 
 def _is_offer(info: SnapshotInfo, commit: str, elements: int) -> bool:
@@ -221,14 +230,10 @@ def _is_offer(info: SnapshotInfo, commit: str, elements: int) -> bool:
     return False
 
 
-async def _ask_info(endpoint: RpcEndpoint, donor: str, request: SnapshotRequest) -> SnapshotInfo | None:
-    try:
-        async with endpoint.stream(donor, SNAPSHOT) as stream:
-            await stream.send(pack(request))
-            return unpack(SnapshotInfo, bytes(await stream.prompt_message()))
-    except (PeerUnreachable, Refused, WireError) as error:
-        logger.debug("no base from %s: %s", donor[-6:], error)
-        return None
+async def _ask_info(endpoint: RpcEndpoint, donor: str, request: SnapshotRequest) -> SnapshotInfo:
+    async with endpoint.stream(donor, SNAPSHOT) as stream:
+        await stream.send(pack(request))
+        return unpack(SnapshotInfo, bytes(await stream.prompt_message()))
 
 
 async def download(
