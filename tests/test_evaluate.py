@@ -109,7 +109,9 @@ def test_who_asks_for_more_shots_than_fit_into_the_context_is_told(checkpoint: P
     shown = [render(evaluate(short, {"colours": shots}, include_path=tasks)).splitlines() for shots in (1, 2)]
     assert len(shown[0]) == 3
     assert shown[1][3:] == ["warning: prompts longer than the model's context of 8 tokens have lost their beginning, shots "
-                            "first: 3 of 3 in colours; where there were shots, give fewer"]
+                            "first: 3 of 3 in colours; give fewer shots"]
+    found = {**evaluate(short, {"colours": 1}, include_path=tasks), "cut": {"colours": 2}, "num_fewshot": {"colours": 0}}
+    assert render(found).endswith("2 of 3 in colours")
 
 
 def test_evaluation_leaves_the_network_switches_as_they_were(

@@ -206,8 +206,9 @@ def render(results: Mapping[str, Any]) -> str:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     table = ["  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     cut = [f"{count} of {results['samples'][task]} in {task}" for task, count in results["cut"].items()]
+    advice = "; give fewer shots" if any(results["num_fewshot"].get(task) for task in results["cut"]) else ""
     warning = (f"warning: prompts longer than the model's context of {results['context']} tokens have lost their beginning, "
-               f"shots first: {', '.join(cut)}; where there were shots, give fewer")
+               f"shots first: {', '.join(cut)}{advice}")
     return "\n".join([f"{results['model']}{of_round}; {conditions(results)}", *table, *([warning] if cut else [])])
 
 
