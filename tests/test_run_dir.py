@@ -256,8 +256,10 @@ def test_a_genesis_commit_is_restored_where_the_first_commit_follows_from_it(tmp
             keep_campaign(files, genesis, tmp_path)
             assert read_run_dir(tmp_path) == whole
         else:
-            with pytest.raises(UserError, match="copy it from another peer's run-dir, or join with another --run-dir"):
+            with pytest.raises(UserError, match="copy it from another peer's run-dir, or join with another --run-dir") as error:
                 keep_campaign(files, genesis, tmp_path)
+            wrong = {"deleted": "missing", "another's": "of another campaign"}.get(harm, "damaged")
+            assert str(error.value).startswith(f"{tmp_path / 'genesis'}: {wrong}")
 
 
 @pytest.mark.parametrize(("error", "is_kept"), [(RunDirInUse("in use"), True), (UserError("no peer answers"), False)])

@@ -164,8 +164,9 @@ def check_run_dir(files: CampaignFiles, genesis: Commit, run_dir: Path) -> bool:
         known = read_run_dir(run_dir)
     except UserError:
         if genesis.campaign != files.campaign.hash or not _begins_with(genesis, run_dir):
+            read_genesis(run_dir)  # raises what is wrong with it alone
             if _content(run_dir / CAMPAIGN_FILE) == files.campaign.canonical_json():
-                raise Damaged(f"{run_dir / GENESIS_FILE}: damaged, or of another campaign; {WITHOUT_GENESIS}") from None
+                raise Damaged(f"{run_dir / GENESIS_FILE}: of another campaign; {WITHOUT_GENESIS}") from None
             raise
         return False
     if known is None:

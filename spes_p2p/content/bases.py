@@ -209,10 +209,9 @@ async def _ask_all(
     async def ask(donor: str) -> None:
         try:
             offers.append(Offer(donor, await _ask_info(endpoint, donor, request)))
-        except Refused as refused:
-            if refused.code is Code.NOT_HERE:
+        except (PeerUnreachable, Refused, WireError) as error:
+            if isinstance(error, Refused) and error.code is Code.NOT_HERE:
                 lacking.add(donor)
-        except (PeerUnreachable, WireError) as error:
             logger.debug("no base from %s: %s", donor[-6:], error)
 
     await asyncio.gather(*map(ask, donors))

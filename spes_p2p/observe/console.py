@@ -57,6 +57,7 @@ WHY_CLIPPED = ("; there this peer's update was larger than those of others, and 
                "tell the campaign's owner if it goes on for many rounds")
 
 CLIPPED_AGAIN_ROUNDS = 100
+"""That a member's update was clipped is told again after so many rounds."""
 _OF_ROUNDS = (events.Evaluated, events.UpdatesClipped, events.StepsRejected, events.VerdictsTaken, events.Controlled)
 """Events of a committed round that are no news once later rounds are decided."""
 

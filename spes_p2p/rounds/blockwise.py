@@ -11,6 +11,7 @@ import numpy as np
 BLOCK = 128
 """Elements that share a scale."""
 LARGEST = float(np.finfo(np.float32).max)
+"""The largest finite float32."""
 
 
 class Blockwise:
