@@ -25,7 +25,7 @@ from spes_p2p.net.shares import ANSWERS_SHARE, JOINERS_SHARE
 from spes_p2p.net.tasks import end_tasks
 from spes_p2p.observe.events import DigestMismatch
 from spes_p2p.peer import kept_results
-from spes_p2p.rounds.digest import piece_digests, root_digest
+from spes_p2p.rounds.digest import PIECE_ELEMENTS, piece_digests, root_digest
 from spes_p2p.testing.simulate.swarm import VirtualSwarm, campaign, simulate
 
 
@@ -46,13 +46,15 @@ def serve_false_bases(swarm: VirtualSwarm, name: str) -> None:
     snapshots._find = find  # type: ignore[method-assign]
 
 
+async def busy(stream: Stream) -> None:
+    """Refuse."""
+    raise Refused(Code.BUSY, "no")
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("do_vouched_answer", [True, False])
 def test_strangers_that_all_name_one_false_base_keep_nobody_out(do_vouched_answer: bool) -> None:
     """Where nobody vouched has a base to offer, it is believed until the next commit certifies another one."""
-
-    async def busy(stream: Stream) -> None:
-        raise Refused(Code.BUSY, "no")
 
     async def main() -> dict[str, int]:
         liars = "PQRSTU"
@@ -76,10 +78,41 @@ def test_strangers_that_all_name_one_false_base_keep_nobody_out(do_vouched_answe
 
 
 @pytest.mark.long
-def test_a_base_that_only_strangers_say_they_have_is_given_up() -> None:
-    async def nothing(stream: Stream) -> None:
-        raise Refused(Code.BUSY, "no")
+def test_a_false_base_that_strangers_give_slowly_is_given_up_once_a_commit_certifies_another() -> None:
+    async def main() -> None:
+        swarm = unaudited_swarm("AB", "", layout=WIDE)
+        for name in "ABPQ":
+            swarm.start(name)
+        log = swarm.nodes["W"].log
+        await swarm.until(lambda: log.round >= 3 and {*"PQ"} <= {*log.last.members})
+        asked = list[str]()
 
+        async def trickle(stream: Stream) -> None:
+            asked.append(stream.remote)
+            await stream.message()
+            size = 4 * PIECE_ELEMENTS
+            for at in range(0, size, 2600):
+                head = () if at else (size.to_bytes(SIZE_BYTES, "big"),)
+                await stream.send(*head, bytes(min(2600, size - at)), kind=Kind.CONTENT)
+                await asyncio.sleep(2.0)
+
+        for name in "PQ":
+            serve_false_bases(swarm, name)
+            await swarm.nodes[name].endpoint.serve("base", trickle)
+        honest = {name: swarm.nodes[name].endpoint._handlers[SNAPSHOT] for name in "WAB"}
+        for name in honest:
+            await swarm.nodes[name].endpoint.serve(SNAPSHOT, busy)
+        swarm.start("C")
+        await swarm.until(lambda: "C" in asked)
+        for name, handler in honest.items():
+            await swarm.nodes[name].endpoint.serve(SNAPSHOT, handler)
+        await swarm.until(lambda: "C" in log.last.members, 100.0)
+
+    simulate(main)
+
+
+@pytest.mark.long
+def test_a_base_that_only_strangers_say_they_have_is_given_up() -> None:
     async def main() -> None:
         swarm = unaudited_swarm("AB", "X", reform_after_s=30.0)
         for name in "ABX":
@@ -89,7 +122,7 @@ def test_a_base_that_only_strangers_say_they_have_is_given_up() -> None:
         swarm.network.partition(["W"], ["A", "B", "X"])
         await swarm.until(lambda: min(swarm.round_of("X"), swarm.round_of("A")) >= had + 8)
         for method in ("parts", "manifests", "plan", "base", "base_hashes"):
-            await swarm.nodes["X"].endpoint.serve(method, nothing)
+            await swarm.nodes["X"].endpoint.serve(method, busy)
         swarm.network.heal()
         log = swarm.nodes["W"].log
         await swarm.until(lambda: log.round >= had + 8)

@@ -11,13 +11,18 @@ import numpy as np
 
 from spes_p2p.consensus.control import is_rollback
 from spes_p2p.content.bases import Offer, PartialDownload, Snapshots, collect_offers, download, newest_bases
+from spes_p2p.errors import PeerUnreachable
 from spes_p2p.messages.consensus import Commit
+from spes_p2p.messages.content import SnapshotInfo
+from spes_p2p.net.tasks import end_tasks
 from spes_p2p.peer.node import Node
 from spes_p2p.rounds.base import Base
 
 logger = logging.getLogger(__name__)
 
 RETRY_S = 1.0
+LEARN_EVERY_S = 20.0
+"""Look this often whether a commit refutes the base that strangers give."""
 ASK_FOR_REFORM_EVERY = 10
 """Ask the owner for a reform after this many attempts to get the newest base."""
 
@@ -75,7 +80,7 @@ class NewestBase:
     ) -> Base:
         """Download the offered base into a scratch file; what arrives says that it is not lost.
 
-        Raises PeerUnreachable when no donor is left.
+        Raises PeerUnreachable when no donor is left, or when a commit certifies another base than the one that strangers give.
 
         `have`: a base that shares some of its pieces. `resumable`: keep what arrives on disk until `clear`.
         """
@@ -86,9 +91,17 @@ class NewestBase:
             self._lost_since = asyncio.get_running_loop().time()
             on_progress(done, total)
 
-        values, digests = await download(
-            self._node.fetcher, offers, have, arrived, kept, world.store.scratch, world.run_blocking, world.threads
+        giving = asyncio.ensure_future(
+            download(self._node.fetcher, offers, have, arrived, kept, world.store.scratch, world.run_blocking, world.threads)
         )
+        is_proven = any(self._is_vouched(offer.donor) for offer in offers)
+        try:
+            while not (await asyncio.wait({giving}, timeout=None if is_proven else LEARN_EVERY_S))[0]:
+                await self._node.decisions.learn_from_all(self._node.others())
+                is_proven = self._is_certified(info)
+            values, digests = giving.result()
+        finally:
+            await end_tasks([giving])
         values.flags.writeable = False
         self.downloaded_round, self.donors = info.round, frozenset(offer.donor for offer in offers)
         return Base(info.commit, info.round, values, info.digest, None, digests)
@@ -128,6 +141,14 @@ class NewestBase:
     def _is_vouched(self, peer: str) -> bool:
         """Return whether the owner vouches for this peer, by the last commits: strangers offer what they do not have."""
         return self._node.rules.config.admission != "open" or peer in self._node.vouched
+
+    def _is_certified(self, info: SnapshotInfo) -> bool:
+        """Return whether the log certifies this base already. Raises PeerUnreachable if it certifies another one."""
+        log = self._node.log
+        digest = self._certified_digest(log.commit_at(info.round)) if log.has(info.commit, info.round) else ""
+        if digest not in ("", info.digest):
+            raise PeerUnreachable(f"round {info.round + 1} certifies another base than the one that strangers gave")
+        return digest != ""
 
     def _certified_digest(self, commit: Commit) -> str:
         """Return the digest of this commit's base that the log certifies; "" before its next commit."""
