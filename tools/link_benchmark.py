@@ -7,9 +7,7 @@ its line the busiest peer used between plan and staged results: encoded bytes wi
 carried.
 
 `regions`: two sites of eight peers with a slow line between. It counts the bytes that cross the line each way in each round, on
-the wire, beside one copy of what must cross: the mean of the shared weights, and the experts that this side trains. The
-bootstrap peer, on the first side, sends nothing in rounds, so nobody knows where it is: in every other round it is a guest of
-the other side, and one more copy crosses.
+the wire, beside one copy of what must cross: the mean of the shared weights, and the experts that this side trains.
 
 `predicted`: 24 peers, a third of them on each of three lines, and the same swarm in the simulator: its round time beside
 theirs. `tcp` is the kernel's congestion control, on which that depends. Another one: sysctl -w
