@@ -5,23 +5,35 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import Counter
-from collections.abc import Coroutine
+from collections.abc import Collection, Coroutine
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import msgpack
 import pytest
 import uvloop
+from cryptography.hazmat.primitives.asymmetric import rsa
+from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
+from hivemind.dht import DHTNode
 from hivemind.dht.routing import DHTID, get_dht_time
-from hivemind.dht.storage import DHTLocalStorage
+from hivemind.dht.storage import DHTLocalStorage, DictionaryDHTValue
 from hivemind.dht.validation import DHTRecord
 from hivemind.p2p import PeerID
 from hivemind.proto import dht_pb2
 from hivemind.utils import MSGPackSerializer
 
 from spes_p2p.net import dht_guard
-from spes_p2p.net.dht_guard import MAX_REQUEST_BYTES, MAX_TTL_S, REQUESTS_BURST, DHTGuard, OwnedRecords, node_id_of
+from spes_p2p.net.dht_guard import (
+    MAX_REQUEST_BYTES,
+    MAX_TTL_S,
+    REQUESTS_BURST,
+    DHTGuard,
+    OwnedRecords,
+    check_answers_apart,
+    node_id_of,
+    owner_of_subkey,
+)
 from spes_p2p.net.identity import RSAIdentity
 from spes_p2p.net.libp2p import Libp2p, start_libp2p
 
@@ -185,6 +197,56 @@ def test_a_record_that_is_found_must_expire_soon_and_be_of_an_admitted_key(tmp_p
         assert not node.records.validate(record(DHTID.generate(source="other").to_bytes(), 20))
 
     run(main())
+
+
+def test_a_node_that_answers_with_records_of_its_invention_hides_no_honest_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not by many signatures to check, and each of its own wrong ones is dropped alone."""
+    monkeypatch.setattr(dht_guard, "CHECKS_BURST", 8.0)
+    monkeypatch.setattr(dht_guard, "CHECKS_PER_S", 1.0)
+
+    async def main() -> None:
+        node, now = Node(tmp_path), get_dht_time()
+        signers = [OwnedRecords(RSAIdentity(tmp_path / f"peer{i}")) for i in range(3)]
+        answers = dict[str, DictionaryDHTValue]()
+
+        def answer(peer: PeerID, number: int) -> None:
+            answers[str(peer)] = found = DictionaryDHTValue()
+            for signer in signers:
+                subkey, value = MSGPackSerializer.dumps(signer.local_public_key), MSGPackSerializer.dumps(b"x%d" % number)
+                signed = signer.sign_value(DHTRecord(node.key, subkey, value, now + 20 + number))
+                found.store(signer.local_public_key, signed, now + 20 + number)
+
+        async def call_find(peer: PeerID, keys: Collection[DHTID]) -> DictionaryDHTValue | None:
+            found = answers[str(peer)]
+            return found if protocol._validate_dictionary(node.key, found) else None
+
+        protocol: Any = SimpleNamespace(serializer=MSGPackSerializer, call_find=call_find)
+        check_answers_apart(cast(DHTNode, SimpleNamespace(protocol=protocol)), node.records)
+        liar, honest = (PeerID.from_base58(RSAIdentity(tmp_path / name).peer_id) for name in ("liar", "honest"))
+        for number in range(5):
+            answer(liar, number)
+            found = await protocol.call_find(liar, [])
+            assert number or len(found) == 3
+        assert not len(found)
+        answer(honest, 5)
+        answers[str(honest)].store(signers[0].local_public_key, b"not signed", now + 30)
+        assert {key for key, _ in (await protocol.call_find(honest, [])).items()} == {
+            signer.local_public_key for signer in signers[1:]
+        }
+
+    run(main())
+
+
+def test_a_key_that_is_slow_to_check_owns_nothing(tmp_path: Path) -> None:
+    numbers = RSAIdentity(tmp_path / "key").private_key.public_key().public_numbers()
+    usual, slow = (
+        rsa.RSAPublicNumbers(e, numbers.n).public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH)
+        for e in (numbers.e, numbers.n - 2)
+    )
+    assert owner_of_subkey(b"[owner:" + usual + b"]") is not None
+    assert owner_of_subkey(b"[owner:" + slow + b"]") is None
 
 
 def test_requests_of_one_peer_have_a_rate_and_node_ids_are_not_chosen(tmp_path: Path) -> None:

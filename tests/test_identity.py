@@ -3,13 +3,14 @@
 from pathlib import Path
 
 import pytest
+from cryptography.hazmat.primitives.asymmetric import rsa
 from hivemind.p2p import PeerID
 from network_swarm import call
 from recorded_run import run_dir
 
 from spes_p2p.config.campaign import make_peer_config
 from spes_p2p.errors import UserError
-from spes_p2p.net.identity import SESSION_KEY_BYTES, SESSION_SIGNATURE_BYTES, RSAIdentity
+from spes_p2p.net.identity import SESSION_KEY_BYTES, SESSION_SIGNATURE_BYTES, RSAIdentity, is_usual
 from spes_p2p.session.run_dir import ADDRESS_FILE
 from spes_p2p.session.same_identity import require_same_identity
 from spes_p2p.testing.simulated_identity import PROOF_BYTES, SIGNATURE_BYTES, SimulatedIdentity
@@ -56,6 +57,13 @@ def test_each_process_has_its_own_key_and_signatures_of_all_of_them_hold(alice: 
     assert proofs[0] == proofs[1] != proofs[2]
     assert all(alice.verify(alice.peer_id, each, by) for each, by in zip((b"x", b"y", b"x"), signatures, strict=True))
     assert [len(proofs[0]), SESSION_SIGNATURE_BYTES] == [PROOF_BYTES, SIGNATURE_BYTES]
+
+
+def test_a_proof_by_a_key_that_is_slow_to_check_is_none(alice: RSAIdentity) -> None:
+    """Keys with long exponents take 50 times as long."""
+    numbers = alice.private_key.public_key().public_numbers()
+    assert is_usual(numbers.public_key())
+    assert not is_usual(rsa.RSAPublicNumbers(numbers.n - 2, numbers.n).public_key())
 
 
 def test_a_damaged_signature_is_false_and_no_error(alice: RSAIdentity) -> None:

@@ -19,6 +19,7 @@ from spes_p2p.net.dht_guard import (
     MAX_SIGNED_RECORD_BYTES,
     DHTGuard,
     OwnedRecords,
+    check_answers_apart,
     keep_own_records_only,
     node_id_of,
     owner_of_subkey,
@@ -119,6 +120,7 @@ async def join_dht(
     try:
         guard.node = node = await asyncio.wait_for(joining, timeout_s)
         keep_own_records_only(node)
+        check_answers_apart(node, records)
         return node, DHTRegistry(node, records)
     except (RuntimeError, P2PDaemonError, asyncio.TimeoutError):
         if initial_peers:

@@ -12,7 +12,8 @@ import asyncio
 import ipaddress
 import re
 from collections import Counter, OrderedDict
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
+from contextvars import ContextVar
 from functools import lru_cache
 from typing import Any
 
@@ -25,12 +26,13 @@ from hivemind.dht.crypto import RSASignatureValidator
 from hivemind.dht.routing import DHTID, get_dht_time
 from hivemind.dht.storage import DictionaryDHTValue
 from hivemind.dht.validation import DHTRecord
+from hivemind.p2p import PeerID
 from hivemind.proto import dht_pb2
 from hivemind.utils.crypto import RSAPrivateKey
 from hivemind.utils.timed_storage import MAX_DHT_TIME_DISCREPANCY_SECONDS
 
 from spes_p2p.config.addresses import is_loopback
-from spes_p2p.net.identity import RSAIdentity, Visitor, peer_id_of_public_key
+from spes_p2p.net.identity import RSAIdentity, Visitor, is_usual, peer_id_of_public_key
 from spes_p2p.net.interfaces import MAX_RECORD_BYTES
 from spes_p2p.net.limits import Allowance, Allowances
 
@@ -57,7 +59,7 @@ STORED_PER_S, STORED_BURST = 2.0, 20.0
 STORED_PER_NETWORK_S, STORED_PER_NETWORK_BURST = 64.0, 256.0
 """The same for all from one network, or relayed: 256 renew theirs every few seconds."""
 CHECKS_PER_S, CHECKS_BURST = 400.0, 4096.0
-"""New signatures that are checked, at 0.2 ms each, whoever sends them."""
+"""New signatures that are checked, at 0.2 ms each: in what all store here, and in the answers of each node to look-ups."""
 KEPT_CHECKS = 2**12
 LOOK_EVERY_S = 0.5
 """Ask the peer daemon at most this often who is connected from where; senders that are not known yet wait for it."""
@@ -85,8 +87,11 @@ class OwnedRecords(RSASignatureValidator):  # type: ignore[misc]
         """Return whether a record of this key may be stored until then."""
         return key in self._admitted and expires_at <= get_dht_time() + MAX_TTL_S + MAX_DHT_TIME_DISCREPANCY_SECONDS
 
-    def validate(self, record: DHTRecord) -> bool:
-        """Is it admitted, small, signed by its owner, and will it expire? Twice the tolerance of `may_store`, for clocks."""
+    def validate(self, record: DHTRecord, checks: Allowance | None = None) -> bool:
+        """Is it admitted, small, signed by its owner, and will it expire? Twice the tolerance of `may_store`, for clocks.
+
+        `checks`: the allowance of whoever sent it; by default that of all who store records here.
+        """
         if record.subkey is None or self.PUBLIC_KEY_FORMAT[:7] not in record.subkey or record.key not in self._admitted:
             return False
         if len(record.value) > MAX_SIGNED_RECORD_BYTES or len(record.subkey) > MAX_SIGNED_RECORD_BYTES:
@@ -95,7 +100,7 @@ class OwnedRecords(RSASignatureValidator):  # type: ignore[misc]
             return False
         known = (record.key, record.subkey, record.value, record.expiration_time)
         if known not in self._checked:
-            if not self._checks.take():
+            if not (checks or self._checks).take():
                 return False
             self._checked[known] = self._is_signed(record)
             while len(self._checked) > KEPT_CHECKS:
@@ -106,7 +111,8 @@ class OwnedRecords(RSASignatureValidator):  # type: ignore[misc]
         try:
             # Of anything else Hivemind's search for the key raises, or logs a line for each unknown type in it.
             packed = (self.strip_value(record), record.subkey)
-            return all(isinstance(msgpack.unpackb(each), bytes) for each in packed) and bool(super().validate(record))
+            value, subkey = map(msgpack.unpackb, packed)
+            return isinstance(value, bytes) and owner_of_subkey(subkey) is not None and bool(super().validate(record))
         except (ValueError, UnsupportedAlgorithm):
             return False
 
@@ -216,9 +222,34 @@ def keep_own_records_only(node: DHTNode) -> None:
     protocol.update_routing_table = update_routing_table
 
 
+def check_answers_apart(node: DHTNode, records: OwnedRecords) -> None:
+    """Give each node its own allowance of signatures in its answers to look-ups, and drop wrong records one by one.
+
+    hivemind drops an answer whole, and a node may answer with any records: with one allowance for all, a liar's new signatures
+    use it up, and honest answers are dropped.
+    """
+    protocol, call_find = node.protocol, node.protocol.call_find
+    checks = Allowances(CHECKS_PER_S, CHECKS_BURST, 2 * MAX_RECORDS)
+    sender = ContextVar("sender", default="")
+
+    async def call_find_of(peer: PeerID, keys: Collection[DHTID]) -> Any:
+        sender.set(str(peer))
+        return await call_find(peer, keys)
+
+    def keep_right_ones(key: bytes, found: DictionaryDHTValue) -> bool:
+        allowance = checks.of(sender.get())
+        for number, (subkey, (value, expires_at)) in enumerate(list(found.items())):
+            record = DHTRecord(key, protocol.serializer.dumps(subkey), value, expires_at)
+            if number >= MAX_RECORDS or not records.validate(record, allowance):
+                del found[subkey]
+        return True
+
+    protocol.call_find, protocol._validate_dictionary = call_find_of, keep_right_ones
+
+
 @lru_cache(maxsize=4096)
 def owner_of_subkey(subkey: object) -> str | None:
-    """The peer id of the key that a subkey consists of; None when it is anything else."""
+    """The peer id of the key that a subkey consists of; None when it is anything else, also a key that is slow to check."""
     match = _SUBKEY.fullmatch(subkey) if isinstance(subkey, bytes) else None
     if match is None:
         return None
@@ -226,7 +257,7 @@ def owner_of_subkey(subkey: object) -> str | None:
         key = serialization.load_ssh_public_key(match[1])
     except (ValueError, UnsupportedAlgorithm):
         return None
-    return peer_id_of_public_key(key) if isinstance(key, rsa.RSAPublicKey) else None
+    return peer_id_of_public_key(key) if is_usual(key) else None
 
 
 def network_of(addresses: Iterable[str]) -> str:

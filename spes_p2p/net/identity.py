@@ -16,6 +16,7 @@ import tempfile
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import TypeGuard
 
 from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives import hashes, serialization
@@ -28,6 +29,7 @@ from spes_p2p.errors import UserError
 
 MIN_KEY_BITS = 2048
 MAX_KEY_BITS = 4096
+PUBLIC_EXPONENT = 65537
 SESSION_KEY_BYTES, SESSION_SIGNATURE_BYTES = 32, 64
 _SHA256_MULTIHASH = b"\x12\x20"
 _ENDORSEMENT = b"spes session key\0"
@@ -65,11 +67,11 @@ class RSAIdentity:
     @staticmethod
     def verify(peer_id: str, message: bytes, signature: bytes) -> bool:
         """True when the key inside `signature` hashes to `peer_id` and endorsed the one that signed exactly this message."""
-        session = _session_key(signature[:-SESSION_SIGNATURE_BYTES])
-        if session is None or session[0] != peer_id:
+        session = _session_key(peer_id, signature[:-SESSION_SIGNATURE_BYTES])
+        if session is None:
             return False
         try:
-            session[1].verify(signature[-SESSION_SIGNATURE_BYTES:], message)
+            session.verify(signature[-SESSION_SIGNATURE_BYTES:], message)
         except InvalidSignature:
             return False
         return True
@@ -91,6 +93,15 @@ class Visitor:
         raise RuntimeError("a visitor signs nothing")
 
 
+def is_usual(key: object) -> TypeGuard[rsa.RSAPublicKey]:
+    """Return whether this is an RSA key as peer daemons have it: one with a long exponent takes 50 times as long to check."""
+    return (
+        isinstance(key, rsa.RSAPublicKey)
+        and MIN_KEY_BITS <= key.key_size <= MAX_KEY_BITS
+        and key.public_numbers().e == PUBLIC_EXPONENT
+    )
+
+
 def peer_id_of_public_key(key: rsa.RSAPublicKey) -> str:
     """Base58 sha2-256 multihash of the protobuf-encoded key (libp2p specification, "Peer IDs and keys")."""
     return _peer_id_of_der(_public_der(key))
@@ -106,15 +117,15 @@ def _peer_id_of_der(der: bytes) -> str:
 
 
 @lru_cache(maxsize=4096)
-def _session_key(proof: bytes) -> tuple[str, Ed25519PublicKey] | None:
-    """Return the peer and its process's key; None when the proof proves none."""
+def _session_key(peer_id: str, proof: bytes) -> Ed25519PublicKey | None:
+    """Return the key of this peer's process; None when the proof proves none."""
     key_end = 2 + int.from_bytes(proof[:2], "big")
     key, session = _public_key(proof[2:key_end]), proof[-SESSION_KEY_BYTES:]
-    if key is None or len(proof) != key_end + (key[1].key_size + 7) // 8 + SESSION_KEY_BYTES:
+    if key is None or key[0] != peer_id or len(proof) != key_end + (key[1].key_size + 7) // 8 + SESSION_KEY_BYTES:
         return None
     try:
         key[1].verify(proof[key_end:-SESSION_KEY_BYTES], _ENDORSEMENT + session, _PADDING, hashes.SHA256())
-        return key[0], Ed25519PublicKey.from_public_bytes(session)
+        return Ed25519PublicKey.from_public_bytes(session)
     except (InvalidSignature, ValueError):
         return None
 
@@ -125,9 +136,7 @@ def _public_key(der: bytes) -> tuple[str, rsa.RSAPublicKey] | None:
         key = serialization.load_der_public_key(der)
     except (ValueError, UnsupportedAlgorithm):
         return None
-    if not isinstance(key, rsa.RSAPublicKey) or not MIN_KEY_BITS <= key.key_size <= MAX_KEY_BITS:
-        return None
-    return peer_id_of_public_key(key), key
+    return (peer_id_of_public_key(key), key) if is_usual(key) else None
 
 
 def _load_or_create(path: Path) -> rsa.RSAPrivateKey:
@@ -143,7 +152,7 @@ def _load_or_create(path: Path) -> rsa.RSAPrivateKey:
         key = serialization.load_der_private_key(envelope.data, password=None)
     except Exception:
         key = None
-    if not isinstance(key, rsa.RSAPrivateKey):
+    if not isinstance(key, rsa.RSAPrivateKey) or not is_usual(key.public_key()):
         raise UserError(f"{path}: not an identity file (an RSA key as hivemind writes it); restore your copy, or delete it to "
                         "get a new identity")
     return key
@@ -151,7 +160,7 @@ def _load_or_create(path: Path) -> rsa.RSAPrivateKey:
 
 def _create(path: Path) -> rsa.RSAPrivateKey | None:
     """Write a new key aside and link it, so that a crash leaves no half of one. Returns None if another process was first."""
-    key = rsa.generate_private_key(public_exponent=65537, key_size=MIN_KEY_BITS)
+    key = rsa.generate_private_key(public_exponent=PUBLIC_EXPONENT, key_size=MIN_KEY_BITS)
     der = key.private_bytes(
         serialization.Encoding.DER, serialization.PrivateFormat.TraditionalOpenSSL, serialization.NoEncryption()
     )

@@ -78,9 +78,13 @@ class Allowances:
 
     def take(self, name: str, amount: float = 1.0) -> bool:
         """Take this much of this one's allowance if it is there."""
+        return self.of(name).take(amount)
+
+    def of(self, name: str) -> Allowance:
+        """Return this one's allowance."""
         if len(self._by_name) > self._kept:
             self._by_name = {each: allowance for each, allowance in self._by_name.items() if not allowance.is_full()}
-        return self._by_name.setdefault(name, Allowance(self._per_s, self._burst)).take(amount)
+        return self._by_name.setdefault(name, Allowance(self._per_s, self._burst))
 
 
 @dataclass(frozen=True)
