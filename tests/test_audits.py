@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from io import StringIO
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -52,14 +52,15 @@ from spes_p2p.rounds.audits import (
 )
 from spes_p2p.rounds.planned import Member
 from spes_p2p.storage.tensor_file import Source, whole
-from spes_p2p.testing.attacks.kinds import ATTACKS, KINDS, AttackKind
+from spes_p2p.testing.attacks.kinds import ATTACKS, KINDS, Attack, AttackKind
 from spes_p2p.testing.attacks.tamper import Liar
+from spes_p2p.testing.simulate import virtual
 from spes_p2p.testing.simulate.scenario import Scenario, peer_names
 from spes_p2p.testing.simulate.swarm import RecordingTrainer, VirtualSwarm, campaign, simulate
 from spes_p2p.testing.simulate.virtual import run_seed
 from spes_p2p.testing.simulated_identity import SimulatedIdentity
 from spes_p2p.testing.synthetic import SyntheticTrainer
-from spes_p2p.training.interface import Phase, PhaseReport
+from spes_p2p.training.interface import Phase, PhaseReport, Trainer
 from spes_p2p.training.moments import are_plausible, from_bf16, load_moments, moments_chunks, read_moments, to_bf16
 
 BASE = np.zeros(LAYOUT.size, np.float32)
@@ -264,6 +265,31 @@ def test_what_is_shown_and_like_training_passes() -> None:
     assert has_passed(Score(4, LEAST_COSINE, LEAST_NORM_RATIO))
     for score in (Score(0), Score(4), Score(4, LEAST_COSINE - 0.01, 1.0), Score(4, 1.0, 0.4), Score(4, 1.0, 2.5)):
         assert not has_passed(score)
+
+
+def test_pending_work_beyond_what_rounding_and_lost_rounds_leave_fails() -> None:
+    """It is the member's word: an honest phase on invented pending work would move the base anywhere."""
+    assert has_passed(Score(4, 1.0, 1.0, 0.15, 0.97))
+    assert not has_passed(Score(4, 1.0, 1.0, 1.0, 0.7))
+    assert has_passed(Score(4, 1.0, 1.0, 1.0, 0.7), left_out=1)
+    assert not has_passed(Score(4, 1.0, 1.0, 3.0, 0.7), left_out=1)
+    assert not has_passed(Score(4, 1.0, 1.0, 1.0, 0.0), left_out=2)
+
+
+def test_pending_phases_are_those_since_a_round_that_took_all_audited_parts() -> None:
+    auditing, part, other = object.__new__(Auditing), SimpleNamespace(start=3), SimpleNamespace(start=5)
+    log: Any = SimpleNamespace(begins=-1, commit_at=lambda number: SimpleNamespace(members="AX" if number >= 4 else "A"))
+    auditing._node = cast(Any, SimpleNamespace(log=log))
+
+    def left_out(after: int, *parts: Any) -> int:
+        case: Any = SimpleNamespace(peer="X", base=SimpleNamespace(round=after), pushed=[(each, b"") for each in parts])
+        return auditing._left_out(case)
+
+    both, none = {3: frozenset("AX"), 5: frozenset("A")}, dict[int, frozenset[str]]()
+    auditing._included = {7: none, 8: both, 9: both, 11: both}
+    assert [left_out(9, part), left_out(9, other), left_out(11, other), left_out(7, part)] == [0, 2, 2, 2]
+    assert left_out(5, part) == 1, "its first phase was that after round 4"
+    assert left_out(4, part) == 0
 
 
 class Holding(SyntheticTrainer):
@@ -753,6 +779,42 @@ def test_who_shows_its_moments_for_longer_than_a_round_fails_no_other_audit(monk
         assert all(each.passed for each in audits(swarm, "X"))
 
     simulate(main)
+
+
+class Inventing:
+    """A world whose peer trains honestly on invented pending work, which takes back three times the last round's move."""
+
+    def __init__(self) -> None:
+        self.before: np.ndarray | None = None
+
+    def around(self, liar: Liar) -> World:
+        honest = liar.world.run_blocking
+
+        async def run_blocking(function: Callable[..., Any], *args: Any) -> Any:
+            if getattr(function, "__name__", "") == "keep":
+                liar.tell("pending work")
+                await honest(self._invent, args[1], args[2])
+            return await honest(function, *args)
+
+        return replace(liar.world, run_blocking=run_blocking)
+
+    def _invent(self, trainer: Trainer, base: np.ndarray) -> None:
+        for group in trainer.layout.groups:
+            if self.before is not None and group.expert is None:
+                place = slice(group.start, group.stop)
+                trainer.add(group, np.float32(-3.0) * (base[place] - self.before[place]))
+        self.before = np.array(base)
+
+
+@pytest.mark.long
+def test_a_stranger_that_hides_a_reversed_update_as_pending_work_is_convicted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(virtual, "SYNC_STEPS", 16)
+    monkeypatch.setitem(ATTACKS, "free-ride", Attack(lambda liar: Inventing().around(liar)))
+    made = Scenario(peer_names(4), 10, attackers=1, attacks=KINDS, attack="free-ride", admission="open")
+    found = run_seed(made, 0)
+    assert found.violations == ()
+    assert found.attacked is not None
+    assert (found.attacked.attackers_convicted, found.attacked.honest_failed) == (1, 0)
 
 
 @pytest.mark.slow

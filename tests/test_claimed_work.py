@@ -35,7 +35,7 @@ def after(before: Commit, heard: str = "", **changes: Any) -> Commit:
     number = before.round + 1
     common: dict[str, Any] = {
         "round": number, "parent": before.id, "plan": "p", "members": ("A", "B"), "owners": ((0,), (0,), (1,), (1,)),
-        "heard": tuple("AB".index(peer) for peer in heard), "cursor": Cursor(0, 40 * number + 40),
+        "heard": tuple("AB".index(peer) for peer in heard), "vouched": (0, 1), "cursor": Cursor(0, 40 * number + 40),
         "workloads": tuple(Workload(10, (Interval(0, 40 * number + 20 * i, 40 * number + 20 * i + 20),)) for i in range(2)),
     }
     return dataclasses.replace(before, **common | changes)
@@ -63,6 +63,18 @@ def test_a_phase_counts_until_a_round_includes_its_work() -> None:
     assert outstanding(chain("", "B"), "A", False).steps == 20
     assert outstanding(chain("", "B", "A"), "A", False).steps == 10
     assert outstanding(chain("", "B"), "C", False) == claims.Outstanding(0, frozenset(), ())
+
+
+def test_of_a_stranger_no_phase_counts_that_a_round_left_out_though_it_took_part() -> None:
+    """It could train one phase of three and claim all of them with it: an audit trains the last one."""
+    both, first, stranger = chain("", "B"), chain(""), {"vouched": ()}
+    assert outstanding(both, "A", False).steps == 20
+    work = outstanding((after(first[0], "B", **stranger), *first), "A", False)
+    assert (work.steps, work.samples) == (10, ((Interval(0, 40, 60),),))
+    for reason in ({"dropped": (3,)}, {"lost": (1,)}):
+        assert outstanding((after(first[0], "B", **stranger, **reason), *first), "A", False).steps == 20
+    away = after(first[0], "", **stranger, members=("C", "B"))
+    assert outstanding((away, *first), "A", False).steps == 10
 
 
 def test_with_overlap_a_phase_counts_one_round_later() -> None:

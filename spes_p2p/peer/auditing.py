@@ -35,6 +35,7 @@ from spes_p2p.peer.kept_moments import PIECE_BYTES
 from spes_p2p.peer.node import Node
 from spes_p2p.peer.phases import PhaseRunner
 from spes_p2p.peer.replica import Applied, Replica
+from spes_p2p.rounds.accounting import MAX_PENDING_ROUNDS
 from spes_p2p.rounds.audits import (
     AUDITED_PARTS,
     KEPT_MOMENTS_ROUNDS,
@@ -121,6 +122,8 @@ class Auditing:
         self._share, self._owed_steps = auditors_share(node.campaign.config), 0.0
         """Share of this peer's steps that audits may take; steps that they took beyond it."""
         self._made: list[Audited] = []
+        self._included: dict[int, dict[int, frozenset[str]]] = {}
+        """By round and start of a part of common weights: the members whose updates the base took."""
 
     @property
     def unreported(self) -> tuple[Audited, ...]:
@@ -134,6 +137,7 @@ class Auditing:
 
     def begin(self, before: Base, applied: Applied) -> None:
         """Take up what the commit after this base draws for this peer, in place of what did not arrive in time."""
+        self._note_included(applied)
         cases = self._drawn_cases(before, applied)
         if not cases:
             return
@@ -151,6 +155,27 @@ class Auditing:
     def _half_a_phase(self) -> int:
         """The steps of audits, and the time that these take, before this peer's next phase, where more rounds are left."""
         return math.ceil(self._phases.assigned_steps / 2)
+
+    def _note_included(self, applied: Applied) -> None:
+        commit, results = applied.decided.commit, applied.results
+        parts = (part for part in results.parts if part.group.expert is None and part.index not in commit.dropped)
+        members = applied.plan.members
+        self._included[commit.round] = {
+            part.start: frozenset(members[i].peer for i in results.contributors(part)) for part in parts
+        }
+        for number in [number for number in self._included if number <= commit.round - REPORT_ROUNDS - MAX_PENDING_ROUNDS]:
+            del self._included[number]
+
+    def _left_out(self, case: Case) -> int:
+        """Return how many phases of the member's may be pending: those since a round that took all of these parts."""
+        found, number, log = 0, case.base.round, self._node.log
+        while found < MAX_PENDING_ROUNDS and number > max(0, log.begins):
+            included = self._included.get(number)
+            is_included = included is not None and all(case.peer in included.get(part.start, ()) for part, _ in case.pushed)
+            if is_included or case.peer not in log.commit_at(number - 1).members:
+                break
+            found, number = found + 1, number - 1
+        return found
 
     def _drawn_cases(self, before: Base, applied: Applied) -> tuple[Case, ...]:
         node, commit, log = self._node, applied.decided.commit, self._node.log
@@ -321,7 +346,7 @@ class Auditing:
 
     def _conclude(self, case: Case, score: Score) -> None:
         self._drop(case)
-        passed = has_passed(score)
+        passed = has_passed(score, self._left_out(case))
         made = Audited(case.round, case.peer, passed, score.steps, score.cosine, score.norm_ratio)
         self._made.append(made)
         self._observer(PhaseAudited(made))
@@ -376,21 +401,29 @@ class Auditing:
         """Compare the member's update with what the trainer has now. `moments`: what both had before the phase."""
         trainer = self._replica.trainer
         assert trainer is not None
-        both = sent_square = made_square = 0.0
+        both = sent_square = made_square = along = whole_square = pending_square = 0.0
         for part, body in case.pushed:
             place = slice(part.start - part.group.start, part.stop - part.group.start)
             made = trainer.read(part.group, place.start, place.stop) - case.base.values[part.start : part.stop]
             sent = part.codec.decode(body, part.size)
             pending = moments.get(PENDING + part.group.name)
-            if pending is not None and pending.shape == (part.group.size,):
-                sent, made = sent - pending[place], made - pending[place]
+            if pending is None or pending.shape != (part.group.size,):
+                pending = np.zeros(part.group.size, np.float32)
+            made = made - pending[place]
+            along += float(np.vdot(sent, made))
+            whole_square += float(np.vdot(sent, sent))
+            pending_square += float(np.vdot(pending[place], pending[place]))
+            sent = sent - pending[place]
             both += float(np.vdot(sent, made))
             sent_square += float(np.vdot(sent, sent))
             made_square += float(np.vdot(made, made))
         if not sent_square or not made_square:
             return Score(case.phase.steps, 0.0, 0.0)
-        norms = math.sqrt(sent_square), math.sqrt(made_square)
-        return Score(case.phase.steps, both / (norms[0] * norms[1]), norms[0] / norms[1])
+        sent_norm, made_norm, whole_norm = map(math.sqrt, (sent_square, made_square, whole_square))
+        return Score(
+            case.phase.steps, both / (sent_norm * made_norm), sent_norm / made_norm,
+            math.sqrt(pending_square) / made_norm, along / (whole_norm * made_norm) if whole_norm else 0.0,
+        )
 
 
 def _written(draft: Draft, chunks: Iterable[bytes | memoryview]) -> Draft:

@@ -32,6 +32,10 @@ CONVICTING_AUDITORS = 2
 LEAST_COSINE, LEAST_NORM_RATIO = 0.9, 0.75
 """Of an update of shared weights and router with that of training again, and of the smaller of the two norms to the larger.
 Honest ones have 0.979 and 0.99 or more, also in another arithmetic; half of 16 steps at most 0.89 (docs/security.md)."""
+ROUNDING_SHARE, LEFT_OUT_SHARE, LEAST_DIRECTION = 0.5, 2.0, 0.4
+"""Bound the norm of pending work by that of the phase's update: of what rounding leaves, and for each phase that rounds left
+out; and the cosine of all that was sent with the phase's update. Honest ones have 0.15 and 0.97 where nothing was left out.
+Pending work is the member's word, and could be anything."""
 AUDITORS_SHARE = 10.0
 """An auditor spends at most this many times `sync.audited_share` of its steps on audits, in the long run."""
 NEWCOMERS_SHARE = 4.0
@@ -222,11 +226,20 @@ class Score:
     cosine: float = math.nan
     norm_ratio: float = math.nan
     """Norm of the member's update over that of the auditor's."""
+    pending: float = 0.0
+    """Norm of the member's pending work before the phase over that of the auditor's update."""
+    direction: float = 1.0
+    """Cosine of what the member sent, pending work included, with the auditor's update."""
 
 
-def has_passed(score: Score) -> bool:
-    """Return whether an update is what training gives, as far as its codec and the auditor's arithmetic let one tell."""
-    return score.steps > 0 and score.cosine >= LEAST_COSINE and LEAST_NORM_RATIO <= score.norm_ratio <= 1 / LEAST_NORM_RATIO
+def has_passed(score: Score, left_out: int = 0) -> bool:
+    """Return whether an update is what training gives, as far as its codec and the auditor's arithmetic let one tell.
+
+    `left_out`: earlier phases that may be pending.
+    """
+    is_trained = score.cosine >= LEAST_COSINE and LEAST_NORM_RATIO <= score.norm_ratio <= 1 / LEAST_NORM_RATIO
+    is_usual = score.pending <= ROUNDING_SHARE + LEFT_OUT_SHARE * left_out and score.direction >= LEAST_DIRECTION
+    return score.steps > 0 and is_trained and is_usual
 
 
 def _hash(*words: str) -> float:

@@ -55,26 +55,30 @@ def outstanding(recent: Iterable[Commit], peer: str, overlap: bool) -> Outstandi
 
     The phase that a commit assigns is announced for the next round, with `overlap` for the one after it. Whatever a peer
     announced is included as a whole, or ages: work that more than MAX_PENDING_ROUNDS rounds left out is discarded by its peer.
+
+    Of somebody for whom the owner does not vouch, a phase that a round left out whole, though its peer took part, can no longer
+    be claimed: an audit trains the last phase only.
     """
     lag = int(overlap)
     steps, experts, samples = 0, set[int](), list[tuple[Interval, ...]]()
-    includes: list[bool] = []
-    """By planned round, newest first: whether it includes work of this peer."""
+    settles: list[bool] = []
+    """By planned round, newest first: whether nothing from before it can be claimed after it."""
     rolled_back = False
     for commit in recent:
         if not commit.plan:
             rolled_back |= is_rollback(commit)
             continue
-        age = len(includes)
+        age = len(settles)
         if age > MAX_PENDING_ROUNDS + lag:
             break
-        is_included = any(includes[: max(0, age - lag)])
+        is_settled = any(settles[: max(0, age - lag)])
         place = commit.members.index(peer) if peer in commit.members else None
-        includes.append(place in commit.heard)
+        is_left_out = place is not None and peer not in commit.trusted and not commit.dropped and not commit.lost
+        settles.append(place in commit.heard or is_left_out)
         if place is None:
             continue
         experts.update(expert for expert, owners in enumerate(commit.owners) if place in owners)
-        if not is_included:
+        if not is_settled:
             for workload in commit.workloads[place : place + 1]:
                 samples.append(workload.slices)
                 steps += workload.steps if age >= lag and not rolled_back else 0
