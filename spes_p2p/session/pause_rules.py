@@ -146,4 +146,5 @@ def quota_forecast(quota_bytes: int, traffic: Traffic, bytes_per_s: float, now: 
     if left_s >= (midnight - now).total_seconds():
         return QuotaForecast(quota_bytes, today.used_bytes, math.inf, f"{used}; that lasts for the day")
     pauses_at = now + timedelta(seconds=left_s)
-    return QuotaForecast(quota_bytes, today.used_bytes, pauses_at.timestamp(), f"{used}; pauses about {pauses_at:%H:%M}, at the mean rate so far")
+    line = f"{used}; pauses about {pauses_at:%H:%M}, at the mean rate so far"
+    return QuotaForecast(quota_bytes, today.used_bytes, pauses_at.timestamp(), line)
