@@ -27,8 +27,8 @@ def require_same_identity(settings: PeerConfig, begins: bool) -> None:
             own = RSAIdentity(path).peer_id if path.exists() else None
         except DamagedIdentity:
             raise DamagedIdentity(
-                path, f"restore your copy: {run_dir} serves with the key of {before or 'its peer'} only; without a copy, give a new "
-                "--run-dir, and --peer with the address of any other peer (if it was the owner's key, orders end with it)"
+                path, f"restore your copy: {run_dir} serves with the key of {before or 'its peer'} only; without one, give a "
+                "new --run-dir, and --peer with the address of any other peer (if it was the owner's key, orders end with it)"
             ) from None
         if own is None or before not in ("", own):
             given = "no such file" if own is None else f"the key of {own}"
