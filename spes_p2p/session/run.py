@@ -220,7 +220,7 @@ async def _join(
     extension: Extension,
     pauses: Pauses,
 ) -> None:
-    with made_run_dir(settings.run_dir):
+    with made_run_dir(settings.run_dir, pauses.gives_up):
         pauses.begin()
         async with connected(settings, addresses) as (net, dialable):
             ready = await _prepare(net, addresses, settings, on_joined, pauses)
