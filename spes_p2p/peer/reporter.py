@@ -158,10 +158,10 @@ class EventReporter:
 
     def _report_standing(self, plan: Plan) -> None:
         """Report that this peer's probation has ended, or begun again."""
-        found = next((each.standing for each in plan.members if each.peer == self._node.peer_id), self._standing)
-        if found != self._standing and self._standing is not None:
-            self._observer(StandingChanged(plan.round, found))
-        self._standing = found
+        for found in (each.standing for each in plan.members if each.peer == self._node.peer_id):
+            if self._standing not in (None, found):
+                self._observer(StandingChanged(plan.round, found))
+            self._standing = found
 
     def _new_names(self, plan: Plan) -> tuple[tuple[str, str, str], ...]:
         """Return members that call themselves otherwise than was reported here before: id, name, team.
