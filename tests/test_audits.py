@@ -28,7 +28,7 @@ from spes_p2p.messages.consensus import Commit, Control, Verdict, Workload
 from spes_p2p.messages.presence import PeerStatus
 from spes_p2p.messages.rounds import Announcement
 from spes_p2p.net.interfaces import World
-from spes_p2p.observe.events import PhaseAudited, PhaseTrained, UpdatesClipped, VerdictsTaken
+from spes_p2p.observe.events import PhaseAudited, PhaseTrained, StandingChanged, UpdatesClipped, VerdictsTaken
 from spes_p2p.peer.auditing import Auditing
 from spes_p2p.peer.judging import Judge
 from spes_p2p.peer.kept_moments import KeptMoments
@@ -647,6 +647,8 @@ def test_a_trainer_past_probation_that_leaves_whenever_it_is_drawn_is_on_probati
         await swarm.until(lambda: standing_of("X") == "proven")
         verdicts = [each for commit in log.since(drawn_in) for each in commit.commit.verdicts if each.peer == "X"]
         assert any(each.passed and each.round > drawn_in for each in verdicts), "only an audit ends that"
+        told = [each.standing for each in swarm.recorders["X"].of(StandingChanged)]
+        assert told == ["proven"] * 2, "X itself is told when its probation has ended"
         swarm.assert_same_commits()
 
     simulate(main)

@@ -117,6 +117,29 @@ def test_what_no_certificate_covers_needs_the_owners_helper_or_two_electors(tmp_
         assert losses(first, record) == [record.loss, 4.0]
         assert losses("Z", record) == [record.loss, 4.0]
         assert losses("Z", lie) == []
+        assert Hearsay(log, swarm.campaign.config, own="Z").believed("Z", record) == record
+
+    simulate(main)
+
+
+def test_a_dashboard_of_ones_own_trainer_draws_the_losses_that_it_tells(tmp_path: Path) -> None:
+    async def main() -> None:
+        swarm = RememberingSwarm(tmp_path, total_steps=100)
+        await swarm.begin()
+        await swarm.until_round(4)
+        client: Any = Client(swarm, "C")
+        await learn_commits(client.endpoint, client.log, "A")
+        statuses = [PeerStatus(name, "trainer", "c", "h", 20, round=4, base_digest="d", uptime_s=float(name == "B"))
+                    for name in "AB"]
+        drawn = {}
+        for own in ("", "A"):
+            history = SwarmHistory()
+            await _learn_past(client, Chronicle(client, swarm.campaign.config, own), statuses[:1], history)
+            drawn[own] = [record.round for record in history.rounds.records if math.isfinite(record.loss)]
+        assert drawn == {"": [], "A": [record.round for record in history.rounds.records if record.tokens]}
+        history = SwarmHistory()
+        await _learn_past(client, Chronicle(client, swarm.campaign.config, "A"), statuses, history)
+        assert {teller for told in history.traffic.values() for teller in told} == {"A"}
 
     simulate(main)
 

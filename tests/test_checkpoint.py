@@ -37,3 +37,18 @@ def test_a_kill_between_checkpoint_and_base_leaves_those_of_the_base_on_disk(jum
         again = SyntheticTrainer(LAYOUT, BASE, (0,), 32, 1.0, seed=1)
         assert load_checkpoint(store, again, Ledger(LAYOUT, RANGES), LAYOUT, commit, number) is not None
         np.testing.assert_array_equal(again.local, trainer.local)
+
+
+@pytest.mark.parametrize(("commit", "owned", "number", "told"), [
+    ("commit 4", (1,), 4, "the checkpoint of round 4 is of other experts"),
+    ("another", (0,), 4, "the checkpoint of round 4 is of another base"),
+    ("commit 5", (0,), 5, "no checkpoint of round 5"),
+])
+def test_what_another_checkpoint_lacks_is_said_as_it_is(
+    commit: str, owned: tuple[int, ...], number: int, told: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    store, ledger = MemoryStore(), Ledger(LAYOUT, RANGES)
+    write_checkpoint(take_checkpoint(store, trained(3), ledger, LAYOUT, BASE, "commit 4", 4, None))
+    again = SyntheticTrainer(LAYOUT, BASE, owned, 32, 1.0, seed=1)
+    load_checkpoint(store, again, Ledger(LAYOUT, RANGES), LAYOUT, commit, number)
+    assert caplog.messages == [f"{told}: continuing from the base with the moments of round 4"]

@@ -465,6 +465,22 @@ def test_votes_that_are_lost_damaged_or_older_than_the_log_begin_another_incarna
     assert again.restarted().acceptor.incarnation == again.acceptor.incarnation
 
 
+@pytest.mark.parametrize(("electors", "follows"), [
+    ("AB", "no round is decided without the votes of this peer, so rounds wait until the owner's bootstrap peer reforms"),
+    ("A", "no round is decided without the votes of this peer, so rounds wait until the owner's bootstrap peer reforms"),
+    ("ABC", "this peer casts no vote until a commit lists its new ones, as a rule in two rounds"),
+    ("B", "it is made anew"),
+])
+def test_who_lost_its_votes_says_what_that_means_for_the_rounds(
+    electors: str, follows: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    voter = Elector("A")
+    voter.store.write(VOTES, [b"x"])
+    Elector("A", voter.store, genesis(tuple(electors)))
+    [message] = caplog.messages
+    assert message.startswith(f"the file 'votes' in this run-dir is damaged; {follows}")
+
+
 def test_an_elector_that_lost_the_end_of_its_log_does_not_vote_on_an_earlier_round_than_before() -> None:
     voter = Elector("A")
     voted_on_round_0(voter)

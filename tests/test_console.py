@@ -37,6 +37,7 @@ from spes_p2p.observe.events import (
     QuotaForecast,
     RoundCommitted,
     RoundFailed,
+    StandingChanged,
     StateEntered,
     TrainingProgress,
     UpdatesClipped,
@@ -110,6 +111,13 @@ def test_who_sees_rounds_stand_does_not_say_that_they_go_on(fails: str, log: pyt
         peer(PeersSeen(2, 1, ("peer-aaaaaa",), ("peer-aaaaaa", "helper") if fails == "majority" else ("peer-aaaaaa",), 0))
     [said] = [message for message in log.messages if "vouches" in message]
     assert said.startswith("the schedule waits for a trainer that the owner vouches for")
+
+
+def test_a_stranger_is_told_when_its_probation_has_ended_and_when_it_begins_again(log: pytest.LogCaptureFixture) -> None:
+    peer = console_of(Clock(), "peer-aaaaaa", "trainer")
+    for number, standing in ((12, "proven"), (20, "newcomer")):
+        peer(StandingChanged(number, standing))
+    assert [message.split(":")[1] for message in log.messages] == [" probation passed", " on probation"]
 
 
 def test_a_round_has_no_time_left_while_the_schedule_waits(log: pytest.LogCaptureFixture) -> None:

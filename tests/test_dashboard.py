@@ -308,15 +308,15 @@ def test_the_page_has_no_way_to_turn_text_into_markup() -> None:
     assert content_policy(page).count("sha256-") == 2
 
 
-def test_a_used_port_is_named() -> None:
+def test_a_used_port_is_named_and_nothing_else_is_said(recwarn: pytest.WarningsRecorder) -> None:
     async def run() -> None:
         async with serving(Published(), "127.0.0.1", 0) as url:
             port = int(url.rsplit(":", 1)[1].strip("/"))
             with pytest.raises(UserError, match=rf"cannot listen on 127.0.0.1:{port} \(it is in use\); choose another --port"):
-                async with serving(Published(), "127.0.0.1", port):
-                    pass
+                await run_dashboard([NOBODY], "127.0.0.1", port, print, webhook="http://127.0.0.1:9/")
 
     asyncio.run(run())
+    assert not recwarn.list
 
 
 @pytest.mark.parametrize(

@@ -175,7 +175,7 @@ def test_card_of_an_export_gets_the_groups_results_once_a_command(
 @pytest.mark.parametrize(("wrong", "expected"), [
     ({"fixed": 2}, "--tasks fixed:2: the task 'fixed' fixes its shots to 0"),
     ({"nature": None, "colours": None}, "'colours' is in both 'nature' and 'colours'"),
-    ({"colours": 3}, "fewer examples to show than its shots"),
+    ({"colours": 3}, "--tasks colours:3: the task 'colours' has 2 examples to show; give at most 2 shots"),
 ])
 def test_shots_or_tasks_that_cannot_be_are_refused(
     checkpoint: Path, tasks: Path, wrong: dict[str, int | None], expected: str

@@ -109,6 +109,10 @@ def test_a_bootstrap_peer_goes_on_with_its_own_key_only(tmp_path: Path, begins: 
         with pytest.raises(UserError) as refused:
             require_same_identity(make_peer_config(run_dir=folder, identity=path), begins)
         assert str(refused.value) == f"{path or own.path}: {given}, {served}"
+    another.path.write_bytes(b"damaged")
+    advice = f"restore your copy: {folder} serves with the key of {own.peer_id} only; without one, give a new --run-dir, and"
+    with pytest.raises(UserError, match=advice):
+        require_same_identity(make_peer_config(run_dir=folder, identity=another.path), begins)
     (folder / ADDRESS_FILE).unlink()
     with pytest.raises(UserError, match=r"typo.key: no such file, but .* was served by another peer before"):
         require_same_identity(make_peer_config(run_dir=folder, identity=typo), begins)

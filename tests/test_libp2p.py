@@ -20,7 +20,7 @@ import uvloop
 from hivemind.dht.routing import get_dht_time
 from network_swarm import COMMAND_TIMEOUT_S
 
-from spes_p2p.errors import PeerUnreachable, Refused, UserError
+from spes_p2p.errors import PeerUnreachable, Refused, RunDirInUse, UserError
 from spes_p2p.messages.framing import HEADER, MAX_FRAME_BYTES, Kind, Message
 from spes_p2p.net import die_with_parent
 from spes_p2p.net.byte_stream import ByteStream
@@ -354,8 +354,9 @@ def test_unreachable_initial_peers_and_identities_in_use_are_said(tmp_path: Path
             b = await swarm.start("b", a.transport.addresses)
             shutil.copy(tmp_path / "b", tmp_path / "copy of b")
             for name, says in (("b", "uses this identity"), ("copy of b", "a living peer has this identity")):
-                with pytest.raises(UserError, match=says):
+                with pytest.raises(UserError, match=says) as refused:
                     await swarm.start(name, a.transport.addresses)
+                assert isinstance(refused.value, RunDirInUse) == (name == "b"), "who has the key has what lies beside it"
             await b.close()
             with pytest.raises(UserError, match="no peer answers at"):
                 await swarm.start("c", b.transport.addresses)

@@ -12,7 +12,7 @@ from recorded_run import CONFIG, run_dir
 from synthetic_swarm import synthetic_swarm
 
 from spes_p2p.campaign.files import read_run_dir
-from spes_p2p.client.me import StillPreparing, as_of, look_at, own_share, render, with_probation
+from spes_p2p.client.me import StillPreparing, as_of, look_at, own_share, render, with_standing
 from spes_p2p.config.campaign import make_peer_config
 from spes_p2p.errors import UserError
 from spes_p2p.messages.presence import Contribution, RoundRecord
@@ -162,9 +162,18 @@ def test_a_new_trainer_has_nothing_yet() -> None:
 def test_a_stranger_reads_that_it_is_on_probation_and_what_that_means_for_its_credit(tmp_path: Path, rule: str) -> None:
     run_dir(tmp_path, [], PeerStarted(ME), config=CONFIG.model_copy(update={"admission": rule}))
     (tmp_path / STATE_FILE).write_text("")
-    shown = render(with_probation(look_at(tmp_path), tmp_path))
+    shown = render(with_standing(look_at(tmp_path), tmp_path))
     told = "  standing on probation (0 of 10 rounds): until it ends, all newcomers together count for at most a quarter of the "
     assert (told in shown, "so less may be credited than was trained" in shown) == (rule == "open", rule == "open")
+
+
+def test_a_trainer_in_an_open_campaign_reads_what_its_standing_is(tmp_path: Path) -> None:
+    run_dir(tmp_path, [], PeerStarted(ME), config=CONFIG.model_copy(update={"admission": "open"}), owner=ME)
+    (tmp_path / STATE_FILE).write_text("")
+    share = with_standing(look_at(tmp_path), tmp_path)
+    assert (share.standing, share.probation) == ("vouched", None)
+    assert "  standing the owner vouches for this trainer\n" in render(share)
+    assert "  standing probation passed: this trainer's work counts in full" in render(replace(share, standing="proven"))
 
 
 def test_a_bootstrap_peers_run_dir_is_said_to_be_no_trainers(tmp_path: Path) -> None:

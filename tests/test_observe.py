@@ -575,6 +575,18 @@ def test_table_fits_eighty_columns_and_has_a_row_a_peer() -> None:
     assert "round 5/10" in text
 
 
+@pytest.mark.parametrize("width", [40, 60, 80])
+def test_a_narrow_terminal_lacks_columns_and_cuts_nothing(width: int) -> None:
+    owners = tuple((f"peer-{'ab'[expert % 2] * 6}",) for expert in range(32))
+    training = (StateEntered("training"), TrainingProgress(6, 123, 200, 1234.0))
+    event = commit(5, owners=owners, sent_bytes=123_000_000, received_bytes=123_000_000)
+    text = shown([status_after(event, *training, peer_id=peer) for peer in ("peer-aaaaaa", "peer-bbbbbb")], width=width)
+    assert "…" not in text
+    rows = [line.split() for line in text.splitlines() if "training 61 %" in line]
+    assert [(row[0], row[1]) for row in rows] == [("aaaaaa", "5"), ("bbbbbb", "5")]
+    assert ("■·■" in text) == (width == 80)
+
+
 def test_many_experts_are_shown_as_ranges() -> None:
     owners = tuple(("peer-aaaaaa",) if expert < 40 or expert == 63 else ("peer-bbbbbb",) for expert in range(64))
     assert "0-39 63" in shown([status_after(commit(1, owners=owners))])

@@ -50,7 +50,7 @@ from spes_p2p.rounds.parts import part_table
 from spes_p2p.rounds.plan import MAX_SPEED_RATIO, NEWCOMER_WEIGHT
 from spes_p2p.rounds.planned import Plan
 from spes_p2p.rounds.results import Results
-from spes_p2p.session.admission import probation_of
+from spes_p2p.session.admission import standing_in
 from spes_p2p.testing.attacks.deciding import altered
 from spes_p2p.testing.attacks.kinds import ATTACKS, AttackKind
 from spes_p2p.testing.attacks.tamper import Liar, Tamper, changed, tampered
@@ -270,8 +270,10 @@ def test_a_vouched_trainer_without_a_seat_is_trusted_and_audits_also_where_no_st
         assert [*filter(shares.is_trusted, "WABCX")] == [*"WABC"]
         await swarm.until(lambda: "X" in log.services(log.round))
         served = log.services(log.round)["X"].rounds
-        for name, expected in (("X", Probation(served, PROBATION_ROUNDS, 0, PROBATION_AUDITS)), ("A", None)):
-            assert probation_of(name, log, swarm.campaign.config, swarm.invitations.get(name)) == expected
+        for name, expected in (
+            ("X", ("newcomer", Probation(served, PROBATION_ROUNDS, 0, PROBATION_AUDITS))), ("A", ("vouched", None)),
+        ):
+            assert standing_in(log, name, swarm.campaign.config, swarm.invitations.get(name)) == expected
 
     simulate(main)
 

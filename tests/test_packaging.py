@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import configparser
+import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -64,3 +66,14 @@ def test_a_python_that_will_not_do_costs_one_line(tmp_path: Path, body: str | No
     assert expected in run.stderr
     assert run.stderr.count("\n") == 1
     assert not (tmp_path / ".venv").exists()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("tool", [path.name for path in sorted((ROOT / "tools").iterdir()) if os.access(path, os.X_OK)])
+def test_each_tool_explains_itself_and_does_nothing_else(tool: str) -> None:
+    path = ROOT / "tools" / tool
+    command = [path] if path.read_text().startswith("#!/usr/bin/env bash") else [sys.executable, path]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    ended = subprocess.run([*command, "--help"], env=environment, capture_output=True, text=True, timeout=60, check=False)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert f"tools/{tool}" in ended.stdout or "--help" in ended.stdout

@@ -366,6 +366,17 @@ def test_the_command_prints_a_table_or_json() -> None:
     assert "1.00Gbit/s" in table
 
 
+@pytest.mark.parametrize("width", [60, 80])
+def test_on_a_narrow_terminal_the_table_of_lines_lacks_columns_and_cuts_nothing(
+    width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    shown = run_plan("--memory", "24GiB", "--peers", "4").stdout
+    assert max(map(len, shown.splitlines())) <= width
+    assert "…" not in shown
+    assert ["tokens/day" in shown, "20.0Mbit/s" in shown, "of the" in shown] == [True, True, width == 80]
+
+
 def test_a_wrong_number_of_peers_costs_one_line() -> None:
     ended = run_plan("--memory", "24GiB", "--peers", "0")
     assert (ended.code, ended.stderr) == (2, "error: --peers 0: must be 1 to 1024\n")

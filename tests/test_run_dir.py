@@ -19,6 +19,7 @@ from spes_p2p.messages.consensus import Ballot, CertifiedCommit
 from spes_p2p.observe.events import BaseRestored
 from spes_p2p.rounds.base import Base, load_base, save_base
 from spes_p2p.rounds.digest import piece_digests, state_digest
+from spes_p2p.session.own_state import OwnState, StateFile
 from spes_p2p.session.run_dir import made_run_dir
 from spes_p2p.storage.store import DirectoryStore, frame_record
 from spes_p2p.testing.memory_store import MemoryStore
@@ -266,14 +267,18 @@ def test_a_genesis_commit_is_restored_where_the_first_commit_follows_from_it(tmp
 def test_who_does_not_get_a_new_run_dir_leaves_it_to_the_peer_that_has_it(
     error: UserError, is_kept: bool, tmp_path: Path
 ) -> None:
+    own = StateFile(tmp_path / "run")
+
     def start() -> None:
-        with made_run_dir(tmp_path / "run"):
+        with made_run_dir(tmp_path / "run", own.discard):
+            own.write(OwnState("preparing", 0.0))
             (tmp_path / "run/identity.key").write_bytes(b"")  # of the other, which began at the same time
             raise error
 
     with pytest.raises(UserError, match=str(error)):
         start()
-    assert (tmp_path / "run/identity.key").exists() == is_kept
+    left = sorted(path.name for path in (tmp_path / "run").glob("*"))
+    assert left == (["identity.key"] if is_kept else [])
 
 
 def test_a_base_of_another_model_is_called_damaged() -> None:

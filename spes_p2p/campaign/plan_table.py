@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from rich.table import Table
@@ -13,6 +13,7 @@ from spes_p2p.campaign.room import Choice, Device
 from spes_p2p.config.campaign import CampaignConfig
 from spes_p2p.model.memory import Setup
 from spes_p2p.model.sizes import sizes_of
+from spes_p2p.observe.fitting import FittingTable
 from spes_p2p.observe.json_values import to_json
 from spes_p2p.observe.units import human_bytes, human_count, human_memory, human_seconds
 
@@ -78,20 +79,27 @@ def pace_json(pace: Pace) -> dict[str, Any]:
     return {**values, "codec": codec, **derived}
 
 
-def render_lines(campaign: str, chosen: Sequence[Pace], assumes: str) -> Table:
+def render_lines(campaign: str, chosen: Sequence[Pace], assumes: str) -> FittingTable:
     """Render the phase length and codecs for several lines. `assumes`: where the seconds of a step come from."""
-    title = f"{campaign}: {chosen[0].peers} such peers, by line ({assumes})"
-    table = Table("line", "shared, experts", "sync_steps", "sent a round", "of the time", "tokens/day", title=title)
-    for pace in chosen:
-        table.add_row(
-            f"{human_count(pace.bits_per_second)}bit/s",
-            f"{pace.codec.shared}, {pace.codec.experts}",
-            f"{pace.sync_steps}, {human_seconds(pace.phase_seconds)}",
-            human_bytes(pace.up_bytes),
-            f"{100 * pace.exchange_share:.0f} %",
-            human_count(pace.tokens_per_day),
-        )
-    return table
+    columns = {
+        "line": [f"{human_count(pace.bits_per_second)}bit/s" for pace in chosen],
+        "shared, experts": [f"{pace.codec.shared}, {pace.codec.experts}" for pace in chosen],
+        "sync_steps": [f"{pace.sync_steps}, {human_seconds(pace.phase_seconds)}" for pace in chosen],
+        "sent\na round": [human_bytes(pace.up_bytes) for pace in chosen],
+        "of the\ntime": [f"{100 * pace.exchange_share:.0f} %" for pace in chosen],
+        "tokens/day": [human_count(pace.tokens_per_day) for pace in chosen],
+    }
+
+    def without(names: Collection[str]) -> Table:
+        table = Table(title=f"{campaign}: {chosen[0].peers} such peers, by line ({assumes})")
+        kept = {name: cells for name, cells in columns.items() if name not in names}
+        for name in kept:
+            table.add_column(name, no_wrap=name != "shared, experts")
+        for row in zip(*kept.values(), strict=True):
+            table.add_row(*row)
+        return table
+
+    return FittingTable(without, ("of the\ntime", "sent\na round", "tokens/day"))
 
 
 def join_flags(setup: Setup, devices: str = "all") -> str:

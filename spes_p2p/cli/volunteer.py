@@ -169,7 +169,7 @@ def me(
     """Show what your trainer has contributed: tokens, rounds, experts, time, its share of the model, the next round."""
     options.check_data_folders(data_dir)
 
-    from spes_p2p.client.me import as_the_swarm_says, look_at, look_at_worth, render, with_probation
+    from spes_p2p.client.me import as_the_swarm_says, look_at, look_at_worth, render, with_standing
     from spes_p2p.observe.json_values import to_json
 
     found, unmeasured = look_at(run_dir, identity), None
@@ -185,7 +185,7 @@ def me(
         setup_logging("warning", False)
         with waiting("asking the swarm how far it is"):
             found = run(as_the_swarm_says(found, run_dir))
-    found = with_probation(found, run_dir)
+    found = with_standing(found, run_dir)
     print(json.dumps(to_json(found), indent=2) if as_json else render(found))
     if unmeasured is not None:
         raise unmeasured

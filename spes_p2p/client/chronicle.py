@@ -13,9 +13,10 @@ from spes_p2p.rounds.certified import Hearsay
 class Chronicle:
     """What certificates prove of one campaign."""
 
-    def __init__(self, swarm: SwarmConnection, config: CampaignConfig):
-        self.log = swarm.log
-        self._hearsay = Hearsay(swarm.log, config)
+    def __init__(self, swarm: SwarmConnection, config: CampaignConfig, own: str = ""):
+        """`own`: the user's own peer; empty: none."""
+        self.log, self.own = swarm.log, own
+        self._hearsay = Hearsay(swarm.log, config, own)
 
     @property
     def rounds(self) -> list[int]:

@@ -248,8 +248,17 @@ def _load_tasks(manager: Any, tasks: Mapping[str, int | None]) -> list[Any]:
             if leaf.get_config("num_fewshot") == 0 != shots:  # its prompt has no place for examples, or contains its own
                 raise UserError(f"--tasks {task}:{shots}: the task '{leaf.task_name}' fixes its shots to 0; omit the number")
             leaf.set_config(key="num_fewshot", value=shots)
+            if shots > (shown := _examples_to_show(leaf)):
+                raise UserError(f"--tasks {task}:{shots}: the task '{leaf.task_name}' has {shown} examples to show; give at "
+                                f"most {shown} shots")
         loaded.extend([found["groups"][task]] if task in found["groups"] else found["tasks"].values())
     return loaded
+
+
+def _examples_to_show(leaf: Any) -> int:
+    """Return how many examples a task has for a prompt: without its question, if examples and questions are the same split."""
+    asks_the_same = hasattr(leaf, "fewshot_cfg") and leaf.fewshot_cfg.split == leaf.config.test_split  # lm-eval's own rule
+    return len(list(leaf.fewshot_docs())) - asks_the_same
 
 
 def _load_model(model_dir: Path, device: str, batch_size: int | str, dtype: str | None) -> Any:

@@ -25,7 +25,7 @@ from spes_p2p.net.identity import RSAIdentity, Visitor
 from spes_p2p.observe.contributed import Contributed
 from spes_p2p.observe.events import BaseRestored, Controlled, Event, PeerStarted, RoundCommitted
 from spes_p2p.observe.history import HISTORY_FILE, read_journal
-from spes_p2p.observe.swarm_status import gather, on_probation
+from spes_p2p.observe.swarm_status import gather, own_standing
 from spes_p2p.observe.units import human_count, human_indices, human_loss, human_seconds, short_peer
 from spes_p2p.session.apart import Progress
 from spes_p2p.session.own_state import OwnState, read_own_state, require_used, state_line
@@ -76,8 +76,10 @@ class OwnShare:
     name: str = ""
     """What it calls itself; empty: nothing."""
     team: str = ""
+    standing: str | None = None
+    """In an open campaign: vouched, proven (past probation), newcomer."""
     probation: Probation | None = None
-    """Of a stranger in an open campaign, until it has ended."""
+    """Of a newcomer."""
     others: tuple[str, ...] = ()
     """Other identities that have used the run-dir; what the journal has of them does not count."""
 
@@ -163,17 +165,18 @@ def _peer_of(identity: Path) -> str:
     return RSAIdentity(identity).peer_id
 
 
-def with_probation(share: OwnShare, run_dir: Path) -> OwnShare:
-    """Return it with what the commits in the run-dir say of its probation. Raises UserError."""
+def with_standing(share: OwnShare, run_dir: Path) -> OwnShare:
+    """Return it with what the commits in the run-dir say of its standing. Raises UserError."""
     from spes_p2p.campaign.invitations import kept
-    from spes_p2p.session.admission import probation_of  # imports numpy
+    from spes_p2p.session.admission import standing_in  # imports numpy
     from spes_p2p.storage.store import DirectoryStore
 
     known, me = read_run_dir(run_dir), share.peer_id
     if known is None or known[0].campaign.config.admission != "open":
         return share
     log = CommitLog(Visitor(me), known[1], DirectoryStore(run_dir).records(LOG))
-    return replace(share, probation=probation_of(me, log, known[0].campaign.config, kept(run_dir)))
+    standing, probation = standing_in(log, me, known[0].campaign.config, kept(run_dir))
+    return replace(share, standing=standing, probation=probation)
 
 
 def look_at_worth(run_dir: Path, identity: Path | None, data_dirs: Sequence[Path], on_progress: Progress) -> OwnShare:
@@ -220,7 +223,7 @@ def render(share: OwnShare) -> str:
         f"  tokens   {human_count(share.tokens)} trained here are in the model{of_all}",
         f"  rounds   work of this trainer in {share.rounds}; the base{here} is of round {share.round}/{share.total_rounds}"
         f"{coming}",
-        *([f"  standing {on_probation(share.probation)}"] if share.probation is not None else []),
+        *([f"  standing {own_standing(share.standing, share.probation)}"] if share.standing else []),
         f"  experts  {human_indices(share.experts)} now; {human_count(share.expert_steps)} steps of experts in all",
         f"  time     {human_seconds(3600 * share.hours)} in training steps, by this machine's clock",
         *([f"  journal  other entries are another identity's ({others}) and do not count here"] if others else []),

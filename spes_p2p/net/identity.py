@@ -139,6 +139,13 @@ def _public_key(der: bytes) -> tuple[str, rsa.RSAPublicKey] | None:
     return (peer_id_of_public_key(key), key) if is_usual(key) else None
 
 
+class DamagedIdentity(UserError):
+    """A file that holds no key."""
+
+    def __init__(self, path: Path, advice: str):
+        super().__init__(f"{path}: not an identity file (an RSA key as hivemind writes it); {advice}")
+
+
 def _load_or_create(path: Path) -> rsa.RSAPrivateKey:
     try:
         created = None if path.exists() else _create(path)
@@ -153,8 +160,7 @@ def _load_or_create(path: Path) -> rsa.RSAPrivateKey:
     except Exception:
         key = None
     if not isinstance(key, rsa.RSAPrivateKey) or not is_usual(key.public_key()):
-        raise UserError(f"{path}: not an identity file (an RSA key as hivemind writes it); restore your copy, or delete it to "
-                        "get a new identity")
+        raise DamagedIdentity(path, "restore your copy, or delete it to get a new identity")
     return key
 
 

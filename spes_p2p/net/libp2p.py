@@ -30,7 +30,7 @@ from spes_p2p.config.addresses import (
     is_loopback,
     peer_of,
 )
-from spes_p2p.errors import PeerUnreachable, UserError
+from spes_p2p.errors import PeerUnreachable, RunDirInUse, UserError
 from spes_p2p.net.connections import Connections
 from spes_p2p.net.daemon_process import StartedDaemon
 from spes_p2p.net.dht import DHTRegistry, join_dht
@@ -228,7 +228,7 @@ def _take_identity(path: Path) -> tuple[RSAIdentity, bool, IO[bytes]]:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         file.close()
-        raise UserError(
+        raise RunDirInUse(
             f"{path}: a running peer uses this identity; stop it, or give this one another --run-dir or --identity"
         ) from None
     return identity, is_new, file

@@ -14,7 +14,7 @@ from spes_p2p.observe import events
 from spes_p2p.observe.events import BEFORE_TRAINING, BaseRestored, Event, RoundCommitted
 from spes_p2p.observe.log import EVENT
 from spes_p2p.observe.status import StatusBoard
-from spes_p2p.observe.swarm_status import NO_MAJORITY, gather, holds_rounds_up, lacking_vouched, sync_seconds
+from spes_p2p.observe.swarm_status import NO_MAJORITY, gather, holds_rounds_up, lacking_vouched, own_standing, sync_seconds
 from spes_p2p.observe.units import (
     counted,
     human_bytes,
@@ -223,6 +223,8 @@ class RoundLog:
                           for auditor, audit in event.audits if not audit.passed]
                 lost = [f"{peer[-6:]} gets no work for some rounds" for peer in event.convicted]
                 return f"{self._nth(event.round)}: {', '.join(failed + lost)}"
+            case events.StandingChanged():
+                return f"{self._nth(event.round)}: {own_standing(event.standing, None)}"
             case events.DigestMismatch():
                 digests = f"agreed {event.agreed[:12]}, local {event.mine[:12]}"
                 return f"{self._nth(event.round)}: the local base differs from the agreed one ({digests}); downloading it again"

@@ -289,6 +289,15 @@ class VerdictsTaken(Event):
 
 
 @dataclass(frozen=True)
+class StandingChanged(Event):
+    """A committed round found this stranger in an open campaign past its probation, or on probation again."""
+
+    round: int
+    standing: str
+    """proven, newcomer."""
+
+
+@dataclass(frozen=True)
 class DigestMismatch(Event):
     """This peer's base differs from the one the members agreed on; it is downloaded again."""
 

@@ -226,10 +226,16 @@ def progress_of(probation: Probation) -> str:
     return f"{min(probation.rounds, probation.rounds_needed)} of {counted(probation.rounds_needed, 'round')}{audit}"
 
 
-def on_probation(probation: Probation) -> str:
-    """Tell a peer that it is on probation, and what that means for it."""
-    return (f"on probation ({progress_of(probation)}): until it ends, all newcomers together count for at most a quarter of "
-            "the trainers that the owner vouches for, so less may be credited than was trained")
+def own_standing(standing: str, probation: Probation | None) -> str:
+    """Tell a trainer in an open campaign what it is, and what that means for it."""
+    if standing == "vouched":
+        return "the owner vouches for this trainer"
+    if standing == "proven":
+        return ("probation passed: this trainer's work counts in full, unless all trainers for whom the owner does not vouch "
+                "would outweigh those for whom it does")
+    progress = f" ({progress_of(probation)})" if probation is not None else ""
+    return (f"on probation{progress}: until it ends, all newcomers together count for at most a quarter of the trainers that "
+            "the owner vouches for, so less may be credited than was trained")
 
 
 def slow_lines(peers: Sequence[PeerStatus], before: Collection[str] = ()) -> tuple[str, ...]:

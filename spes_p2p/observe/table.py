@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
+from functools import partial
 from types import TracebackType
 
 from rich.console import Console, Group, RenderableType
@@ -14,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from spes_p2p.messages.presence import PeerStatus
+from spes_p2p.observe.fitting import FittingTable
 from spes_p2p.observe.swarm_status import NO_MAJORITY, SwarmStatus, gather, lacking_vouched, progress_of, sync_seconds
 from spes_p2p.observe.units import (
     UNKNOWN,
@@ -33,6 +35,10 @@ from spes_p2p.observe.units import (
 GRID_EXPERTS = 32
 """Up to this many experts, the table shows ownership as a grid; beyond, as ranges of numbers."""
 
+COLUMNS = ("peer", "round", "now", "loss", "tok/s", "experts", "up", "down", "sync")
+NARROW_WITHOUT = ("sync", "down", "up", "experts", "tok/s", "loss")
+"""Columns that a narrow terminal lacks, the first to go first."""
+
 _STAGE_STYLES = {"training": "green", "downloading": "cyan", "joining": "cyan", "waiting": "dim", "leaving": "yellow"}
 
 
@@ -51,7 +57,7 @@ def render_status(statuses: Sequence[PeerStatus], notes: Sequence[str] = ()) -> 
         *(Text(order, "bold yellow") for order in orders),
         *last_round,
         Text(),
-        _peer_table(swarm),
+        FittingTable(partial(_peer_table, swarm), NARROW_WITHOUT),
         *_standings(swarm),
         *_task_scores(swarm),
         *_warnings([*troubles(swarm), *notes]),
@@ -197,18 +203,16 @@ def _last_round(swarm: SwarmStatus) -> Text:
     return Text(" · ".join(part for part in parts if part), "dim")
 
 
-def _peer_table(swarm: SwarmStatus) -> Table:
+def _peer_table(swarm: SwarmStatus, without: Collection[str] = ()) -> Table:
     experts = len(swarm.owners)
     table = Table(box=None, padding=(0, 1, 0, 0), header_style="dim", pad_edge=False)
-    for name in ("peer", "round", "now"):
-        table.add_column(name, no_wrap=True)
-    for name in ("loss", "tok/s"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("experts", no_wrap=experts <= GRID_EXPERTS)
-    for name in ("up", "down", "sync"):
-        table.add_column(name, justify="right", no_wrap=True)
+    kept = [i for i, name in enumerate(COLUMNS) if name not in without]
+    for name in (COLUMNS[i] for i in kept):
+        is_text = name in ("peer", "round", "now", "experts")
+        table.add_column(name, justify="left" if is_text else "right", no_wrap=name != "experts" or experts <= GRID_EXPERTS)
     for status in swarm.peers:
-        table.add_row(*_peer_row(replace(status, stage=_stage(status, swarm)), experts))
+        row = _peer_row(replace(status, stage=_stage(status, swarm)), experts)
+        table.add_row(*(row[i] for i in kept))
     return table
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
+from collections.abc import Sequence
 from typing import TypeVar
 
 from spes_p2p.consensus.acceptor import IsValid, fresh_votes, read_votes
@@ -14,6 +15,8 @@ from spes_p2p.net.interfaces import Identity
 from spes_p2p.storage.interfaces import Store
 from spes_p2p.storage.store import frame_record, parse_records
 
+MADE_ANEW = "it is made anew"
+
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
@@ -23,9 +26,11 @@ def open_participant(
 ) -> Participant:
     """Open the consensus core from its files. Damaged ones are replaced; raises UserError when that fails."""
     records = store.records(LOG)
-    votes = read_record(store, VOTES, "this peer casts no vote until a commit lists its new ones, as a rule in two rounds")
+    votes, had_votes = read_record(store, VOTES, None), store.read(VOTES) is not None
     files = Files(votes, records, read_record(store, CONTROL, "other peers have the owner's orders"))
     participant = Participant(identity, genesis, files, rng, is_valid)
+    if had_votes and votes is None:
+        _say_damaged(VOTES, _without_votes(participant.log.last.electorate, identity.peer_id))
     if participant.log.intact < len(records):
         store.replace_log(LOG, records[: participant.log.intact])
     for write in participant.recovery:
@@ -47,16 +52,31 @@ def perform(store: Store, participant: Participant, output: Output[T]) -> T:
     return output.reply
 
 
-def read_record(store: Store, name: str, follows: str = "it is made anew") -> bytes | None:
-    """Return the only record of a file; None when it is missing, or damaged, which is logged with what `follows`."""
+def _without_votes(electorate: Sequence[str], me: str) -> str:
+    """Say what follows when a peer has lost its votes: those of the others may suffice, or nobody else votes."""
+    if me not in electorate:
+        return MADE_ANEW
+    if 2 * (len(electorate) - 1) > len(electorate):
+        return "this peer casts no vote until a commit lists its new ones, as a rule in two rounds"
+    return ("no round is decided without the votes of this peer, so rounds wait until the owner's bootstrap peer reforms the "
+            "swarm (after sync.reform_after_s)")
+
+
+def read_record(store: Store, name: str, follows: str | None = MADE_ANEW) -> bytes | None:
+    """Return the only record of a file; None when it is missing, or damaged, which is logged with what `follows`, if given."""
     blob = store.read(name)
     if blob is None:
         return None
     records = parse_records(bytes(blob))
     if len(records) == 1:
         return records[0]
-    logger.warning("the file %r in this run-dir is damaged; %s", name, follows)
+    if follows is not None:
+        _say_damaged(name, follows)
     return None
+
+
+def _say_damaged(name: str, follows: str) -> None:
+    logger.warning("the file %r in this run-dir is damaged; %s", name, follows)
 
 
 def voter_incarnation(store: Store, rng: random.Random) -> str:

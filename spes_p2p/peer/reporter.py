@@ -25,6 +25,7 @@ from spes_p2p.observe.events import (
     RoundCommitted,
     RoundFailed,
     RoundMeasured,
+    StandingChanged,
     StateEntered,
     StepsRejected,
     UpdatesClipped,
@@ -55,6 +56,7 @@ class EventReporter:
         """The last round whose held-out loss was reported."""
         self._control: Control | None = None
         self._names: dict[str, tuple[str, str]] = {}
+        self._standing: str | None = None
         self._moved: Counter[tuple[str, bool]] = Counter()
 
     def set_state(self, state: str) -> None:
@@ -134,6 +136,7 @@ class EventReporter:
         if commit.verdicts or commit.convicted:
             convicted = tuple(commit.members[i] for i in commit.convicted)
             self._observer(VerdictsTaken(commit.round, audits_in(plan, self._node.world.identity), convicted))
+        self._report_standing(plan)
         if commit.round == self._replica.base.round:
             drift = dict(self._replica.ledger.drift) if self._replica.trainer is not None else {}
             self._observer(RoundMeasured(commit.round, drift, expert_tokens_of(plan)))
@@ -152,6 +155,13 @@ class EventReporter:
             order, news = describe(control, commit.round), describe_news(control, self._control, commit.round)
             self._control = control
             self._observer(Controlled(commit.round, control.number, control.state, order, news))
+
+    def _report_standing(self, plan: Plan) -> None:
+        """Report that this peer's probation has ended, or begun again."""
+        for found in (each.standing for each in plan.members if each.peer == self._node.peer_id):
+            if self._standing not in (None, found):
+                self._observer(StandingChanged(plan.round, found))
+            self._standing = found
 
     def _new_names(self, plan: Plan) -> tuple[tuple[str, str, str], ...]:
         """Return members that call themselves otherwise than was reported here before: id, name, team.

@@ -3,7 +3,8 @@
 A commit has the tokens since the campaign began and the members whose work they are, so a record's contributions must be of
 those members and add up. What one member may have contributed is bounded by what earlier commits gave it to train. Orders and
 learning rate follow from the commit. Losses and merges are not in it, nor are rounds before the log's beginning: these count
-from the owner's helpers, or when two electors say the same. What the teller measured, and what the model wrote, is its word.
+from the owner's helpers and the user's own peer, or when two electors say the same. What the teller measured, and what the
+model wrote, is its word.
 """
 
 from __future__ import annotations
@@ -57,15 +58,16 @@ def certified(record: RoundRecord, log: CommitLog, config: CampaignConfig) -> Ro
 class Hearsay:
     """What peers tell of past rounds, as far as it is to be believed."""
 
-    def __init__(self, log: CommitLog, config: CampaignConfig):
-        self._log, self._config = log, config
+    def __init__(self, log: CommitLog, config: CampaignConfig, own: str = ""):
+        """`own`: the user's own peer, whose word counts."""
+        self._log, self._config, self._own = log, config, own
         self._told: dict[tuple[int, str], dict[str, object]] = {}
         """By round and field that no certificate vouches for: what each elector says."""
 
     def believed(self, peer: str, record: RoundRecord) -> RoundRecord | None:
         """Return what counts of this peer's record; None for nothing. The second elector to tell a value makes it count."""
         found = certified(record, self._log, self._config)
-        if found is None or peer in self._log.genesis.helpers:
+        if found is None or peer in (*self._log.genesis.helpers, self._own):
             return found
         if found.round <= max(self._log.begins, -1):
             told = found.campaign_step, found.total_tokens, found.base_digest, found.contributions

@@ -19,7 +19,7 @@ from spes_p2p.consensus.admission import (
 )
 from spes_p2p.consensus.commit_log import CommitLog
 from spes_p2p.errors import Refused, UserError
-from spes_p2p.messages.admission import Invitation
+from spes_p2p.messages.admission import Invitation, Standing
 from spes_p2p.messages.consensus import Commit
 from spes_p2p.messages.presence import Probation
 from spes_p2p.net.interfaces import Identity
@@ -50,14 +50,16 @@ def admitted(
     return invitation
 
 
-def probation_of(peer: str, log: CommitLog, config: CampaignConfig, invitation: Invitation | None) -> Probation | None:
-    """Return how far a trainer with this invitation is by these commits; None if it is not on probation."""
+def standing_in(
+    log: CommitLog, peer: str, config: CampaignConfig, invitation: Invitation | None
+) -> tuple[Standing | None, Probation | None]:
+    """Return what a trainer with this invitation is by these commits of an open campaign, and its probation if it is on one."""
     if config.admission != "open":
-        return None
+        return None, None
     served, needs_audit = log.services(log.round).get(peer, NO_SERVICE), can_be_audited(config, log.recent(log.round))
-    if standing_of(config.admission, peer, invitation, log.genesis.helpers, served, needs_audit) != "newcomer":
-        return None
-    return Probation(served.rounds, PROBATION_ROUNDS, served.audits, PROBATION_AUDITS if needs_audit else 0)
+    standing = standing_of(config.admission, peer, invitation, log.genesis.helpers, served, needs_audit)
+    probation = Probation(served.rounds, PROBATION_ROUNDS, served.audits, PROBATION_AUDITS if needs_audit else 0)
+    return standing, probation if standing == "newcomer" else None
 
 
 def keep_invitation(invitation: Invitation | None, run_dir: Path) -> None:

@@ -90,6 +90,8 @@ class StateFile:
     def __init__(self, run_dir: Path):
         self._path = run_dir / STATE_FILE
         self._file: IO[bytes] | None = None
+        self._is_new = False
+        """Whether this process made it."""
 
     def write(self, state: OwnState) -> None:
         """Replace what is said. Raises UserError if another process holds the run-dir."""
@@ -100,6 +102,12 @@ class StateFile:
         os.pwrite(self._file.fileno(), content, 0)
         self._file.truncate(len(content))
 
+    def discard(self) -> None:
+        """Give the run-dir up as if this process had never come. Does nothing if another process holds it."""
+        if self._file is not None and self._is_new:
+            self._path.unlink(missing_ok=True)
+        self.close()
+
     def close(self) -> None:
         """Give the run-dir up. Idempotent."""
         if self._file is not None:
@@ -109,6 +117,7 @@ class StateFile:
     def _open(self) -> None:
         self.close()
         self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._is_new = not self._path.exists()
         file = os.fdopen(_open_own(self._path, os.O_RDWR | os.O_CREAT), "r+b")
         for _ in range(LOCK_TRIES):
             with suppress(OSError):

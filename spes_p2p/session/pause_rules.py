@@ -137,7 +137,8 @@ def quota_forecast(quota_bytes: int, traffic: Traffic, bytes_per_s: float, now: 
         left = quota_bytes - today.used_bytes - today.joining_bytes
         rounds = left // today.round_bytes if today.round_bytes else 0
         plural = "" if rounds == 1 else "s"
-        enough = f"the rest lasts for about {human_count(rounds)} round{plural}" if rounds > 0 else ""
+        each = f"of at most {human_bytes(today.round_bytes)}"
+        enough = f"the rest lasts for {human_count(rounds)} or more round{plural} {each}" if rounds > 0 else ""
         line = "; ".join(filter(None, (used, _joining(today), enough)))
         return QuotaForecast(quota_bytes, today.used_bytes, math.nan, line)
     left_s = (quota_bytes - today.round_bytes - today.used_bytes) / bytes_per_s
@@ -145,4 +146,5 @@ def quota_forecast(quota_bytes: int, traffic: Traffic, bytes_per_s: float, now: 
     if left_s >= (midnight - now).total_seconds():
         return QuotaForecast(quota_bytes, today.used_bytes, math.inf, f"{used}; that lasts for the day")
     pauses_at = now + timedelta(seconds=left_s)
-    return QuotaForecast(quota_bytes, today.used_bytes, pauses_at.timestamp(), f"{used}; pauses about {pauses_at:%H:%M}")
+    line = f"{used}; pauses about {pauses_at:%H:%M}, at the mean rate so far"
+    return QuotaForecast(quota_bytes, today.used_bytes, pauses_at.timestamp(), line)

@@ -169,6 +169,10 @@ class Pauses:
                 asyncio.get_running_loop().remove_signal_handler(number)  # as before the first join
         return not self.ending.is_made
 
+    def gives_up(self) -> None:
+        """Leave the run-dir to another peer that has it."""
+        self._file.discard()
+
     def campaign_ended(self) -> None:
         """Say so in the run-dir, for those who look after this process has ended; no pause follows."""
         self.ending.make()

@@ -31,13 +31,13 @@ from spes_p2p.net.rpc import RpcEndpoint
 from spes_p2p.net.tasks import beside
 from spes_p2p.observe.console import farewell, farewell_of_bootstrap, to_continue
 from spes_p2p.observe.events import Event, Observer
-from spes_p2p.observe.swarm_status import on_probation
+from spes_p2p.observe.swarm_status import own_standing
 from spes_p2p.peer.announcing import NOTHING_TO_TRAIN, Capacity
 from spes_p2p.peer.leaving import LeaveRequest
 from spes_p2p.peer.life import Peer
 from spes_p2p.rounds.archive import Archive
 from spes_p2p.rounds.base import stored_round
-from spes_p2p.session.admission import admitted, keep_invitation, probation_of
+from spes_p2p.session.admission import admitted, keep_invitation, standing_in
 from spes_p2p.session.apart import run_apart
 from spes_p2p.session.downstream import Evaluations, continue_prompts, evaluate_tasks
 from spes_p2p.session.genesis import (
@@ -220,7 +220,7 @@ async def _join(
     extension: Extension,
     pauses: Pauses,
 ) -> None:
-    with made_run_dir(settings.run_dir):
+    with made_run_dir(settings.run_dir, pauses.gives_up):
         pauses.begin()
         async with connected(settings, addresses) as (net, dialable):
             ready = await _prepare(net, addresses, settings, on_joined, pauses)
@@ -314,9 +314,9 @@ async def _live_as_trainer(
         world = extension.around(world_of(net, ready.store, settings))
         named = settings.name or "", settings.team or ""
         node = await make_node(net, world, files, ready.genesis, "trainer", observers.all, ready.invitation, named)
-        probation = probation_of(node.peer_id, node.log, config, ready.invitation)
-        if probation is not None:
-            logger.info("%s", on_probation(probation))
+        standing, probation = standing_in(node.log, node.peer_id, config, ready.invitation)
+        if standing == "newcomer":
+            logger.info("%s", own_standing(standing, probation))
         pauses.in_swarm(direct(net.transport.addresses), partial(met_addresses, node))
         library = await serve_text(node, ready.shelf, settings.private_urls or all(map(is_loopback, addresses)))
         leave = LeaveRequest()

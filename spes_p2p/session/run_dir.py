@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from spes_p2p.campaign.files import CAMPAIGN_FILE, CampaignFiles, read_run_dir
@@ -18,9 +18,10 @@ ADDRESS_FILE = "address"
 
 
 @contextlib.contextmanager
-def made_run_dir(run_dir: Path) -> Iterator[None]:
+def made_run_dir(run_dir: Path, give_up: Callable[[], None] = lambda: None) -> Iterator[None]:
     """Create the run-dir. If the block raises UserError before a campaign is stored, remove new files.
 
+    If another peer has the run-dir, call `give_up` instead, and remove nothing but an empty folder.
     Raises UserError if it cannot be created.
     """
     before = set(run_dir.iterdir()) if run_dir.is_dir() else None
@@ -31,6 +32,10 @@ def made_run_dir(run_dir: Path) -> Iterator[None]:
     try:
         yield
     except RunDirInUse:
+        give_up()
+        if before is None:
+            with contextlib.suppress(OSError):  # it is empty where the other peer uses only the identity
+                run_dir.rmdir()
         raise
     except UserError:
         if not (run_dir / CAMPAIGN_FILE).exists():

@@ -8,7 +8,7 @@ from spes_p2p.campaign.files import read_genesis
 from spes_p2p.config.addresses import peer_of
 from spes_p2p.config.campaign import PeerConfig
 from spes_p2p.errors import UserError
-from spes_p2p.net.identity import RSAIdentity
+from spes_p2p.net.identity import DamagedIdentity, RSAIdentity
 from spes_p2p.session.run_dir import ADDRESS_FILE
 
 logger = logging.getLogger(__name__)
@@ -23,7 +23,13 @@ def require_same_identity(settings: PeerConfig, begins: bool) -> None:
     said = run_dir / ADDRESS_FILE
     before = peer_of(said.read_text().strip()) if said.exists() else ""
     if read_genesis(run_dir) is not None:
-        own = RSAIdentity(path).peer_id if path.exists() else None
+        try:
+            own = RSAIdentity(path).peer_id if path.exists() else None
+        except DamagedIdentity:
+            raise DamagedIdentity(
+                path, f"restore your copy: {run_dir} serves with the key of {before or 'its peer'} only; without one, give a "
+                "new --run-dir, and --peer with the address of any other peer (if it was the owner's key, orders end with it)"
+            ) from None
         if own is None or before not in ("", own):
             given = "no such file" if own is None else f"the key of {own}"
             raise UserError(f"{path}: {given}, but {run_dir} was served by {before or 'another peer'} before; give that peer's "

@@ -131,6 +131,9 @@ def load_checkpoint(
             left_after = max(0, kept.round)
             logger.info("continuing from the base with the moments of this trainer when it left after round %d", left_after)
             return Restored(kept.name, False, 0)
+        if not problems and kept.round == round_number:
+            other = "other experts" if kept.belongs_to[0] == commit else "another base"
+            problems.append(f"the checkpoint of round {round_number} is of {other}")
         problem = problems[0] if problems else f"no checkpoint of round {round_number}"
         logger.warning("%s: continuing from the base with the moments of round %d", problem, kept.round)
         return Restored(kept.name, False, 0)

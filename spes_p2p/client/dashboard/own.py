@@ -56,6 +56,7 @@ class OwnTrainer:
         """Raises UserError if no trainer has used the run-dir, StillPreparing if it has no campaign yet."""
         self._run_dir, self._share = run_dir, look_at(run_dir)
         self._read_at: object = None
+        self.peer_id = self._share.peer_id
         self.token = secrets.token_urlsafe(24)
 
     @classmethod

@@ -135,15 +135,20 @@ class SwarmHistory:
         return records
 
 
-async def watch(addresses: Sequence[str], published: Published, spare: Callable[[], Sequence[str]] = tuple) -> None:
-    """Poll the swarm until cancelled. `spare` returns addresses for when nobody listens at the others."""
+async def watch(
+    addresses: Sequence[str], published: Published, spare: Callable[[], Sequence[str]] = tuple, own: str = ""
+) -> None:
+    """Poll the swarm until cancelled. `spare` returns addresses for when nobody listens at the others.
+
+    `own`: the user's own peer, which is believed what no certificate covers.
+    """
     tries = 0
     history = SwarmHistory()
     while True:
         try:
             async with connect(addresses, spare=spare()) as swarm:
                 tries = 0
-                await _look(swarm, addresses, history, published)
+                await _look(swarm, addresses, history, published, own)
         except UserError as error:
             tries += 1
             published.lost(_still_searching(addresses, tries) if isinstance(error, NobodyAnswers) else str(error))
@@ -155,10 +160,12 @@ def _still_searching(addresses: Sequence[str], tries: int) -> str:
     return f"no peer that has the campaign answers at {', '.join(addresses)}; tried {counted(tries, 'time')}, retrying"
 
 
-async def _look(swarm: SwarmConnection, addresses: Sequence[str], history: SwarmHistory, published: Published) -> None:
+async def _look(
+    swarm: SwarmConnection, addresses: Sequence[str], history: SwarmHistory, published: Published, own: str
+) -> None:
     """Publish the state of the swarm until no peer answers any more."""
     config, silent_polls = (await swarm.files()).campaign.config, 0
-    chronicle = Chronicle(swarm, config)
+    chronicle = Chronicle(swarm, config, own)
     while silent_polls < LOST_AFTER:
         statuses = await swarm.statuses()
         if statuses:
@@ -227,8 +234,12 @@ async def _learn_rounds(
 async def _learn_past(
     swarm: SwarmConnection, chronicle: Chronicle, statuses: Sequence[PeerStatus], history: SwarmHistory
 ) -> None:
-    """Learn all rounds: what they were from the owner's helpers if these answer, what they cost from one trainer."""
-    trainers = sorted((status for status in statuses if status.role == "trainer"), key=lambda status: -status.uptime_s)
+    """Learn all rounds: what they were from the owner's helpers if these answer, what they cost from one trainer.
+
+    That is the user's own if it answers.
+    """
+    trainers = sorted((status for status in statuses if status.role == "trainer"),
+                      key=lambda status: (status.peer_id != chronicle.own, -status.uptime_s))
     helpers = owners_first(swarm, [status.peer_id for status in statuses if status.role != "trainer"])
     for peer in helpers:
         if history.rounds.missing(chronicle.rounds):

@@ -48,11 +48,11 @@ async def run_dashboard(
     if own is not None:
         require_loopback(host)
     published = Published(message=f"looking for a peer at {', '.join(addresses)}")
-    beside_it = [*([post_alerts(webhook, published)] if webhook else []), *([own.watch(published)] if own else [])]
     async with serving(published, host, port, own) as url:
         on_url(f"{url}#token={own.token}" if own else url)
+        beside_it = [*([post_alerts(webhook, published)] if webhook else []), *([own.watch(published)] if own else [])]
         async with beside(*beside_it):
-            await watch(addresses, published, own.spare_addresses if own else tuple)
+            await (watch(addresses, published, own.spare_addresses, own.peer_id) if own else watch(addresses, published))
 
 
 def serving(
