@@ -15,7 +15,6 @@ import pytest
 from _pytest.mark import ParameterSet
 from ballot_model import Bounds, search
 
-from spes_p2p.consensus import milestone
 from spes_p2p.consensus.acceptor import Acceptor, VoteState
 from spes_p2p.consensus.certificate import proves, vote_message
 from spes_p2p.consensus.commit_log import CommitLog
@@ -30,12 +29,6 @@ BOTH, BOUND = {"A decides", "B decides"}, {"a bound commit is proposed again"}
 OUTBID, FEWER = {"an outbid proposer goes on with a higher ballot"}, {"a minority decides, as the others left"}
 SHORT = "a log begins at a milestone"
 FORK = {"a term is opened", "two terms fork", "round 1 is decided in term 1"}
-
-
-@pytest.fixture(autouse=True)
-def milestones_at_any_round(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rollbacks, which are not in the search, need the rounds between a milestone and the first reform after it."""
-    monkeypatch.setattr(milestone, "ROLLBACK_ROUNDS", 0)
 
 
 def slow(*values: Any) -> ParameterSet:

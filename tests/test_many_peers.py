@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections import Counter
 
 import numpy as np
@@ -102,6 +103,21 @@ def test_strangers_do_not_outvote_a_member_that_is_asked_with_them() -> None:
     strangers = dict.fromkeys(PEERS[:-1], WRONG)
     donors, _ = simulate(lambda: offered({**strangers, PEERS[-1]: BASE}, {PEERS[-1]}))
     assert donors == {PEERS[-1]}
+
+
+def test_joiners_do_not_all_ask_the_peer_with_the_newest_claim_for_the_last_proposal() -> None:
+    async def main() -> list[str]:
+        swarm = VirtualSwarm(campaign(total_steps=20000), seconds_per_step=2.0)
+        swarm.start_all("ABCD")
+        await swarm.until_round(1)
+        node = swarm.nodes["A"]
+        contact, last = node.contacts["B"], node.log.last
+        assert {*"BCD"} <= last.participants
+        claims = {"X": 9, "D": last.round - 1, "A": 0, "B": last.round, "C": last.round + 1}
+        node.contacts = {peer: dataclasses.replace(contact, round=claim) for peer, claim in claims.items()}
+        return list(node.relay.donors())
+
+    assert simulate(main) == ["D", "B", "C", "X"]
 
 
 @pytest.mark.long

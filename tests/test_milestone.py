@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import math
 import random
 
 import pytest
 
-from spes_p2p.consensus import admission
+from spes_p2p.consensus import admission, commit_log
 from spes_p2p.consensus import milestone as rules
 from spes_p2p.consensus.admission import Service
 from spes_p2p.consensus.certificate import vote_message
 from spes_p2p.consensus.control import signed
-from spes_p2p.consensus.milestone import signed_milestone
+from spes_p2p.consensus.milestone import KEPT_ROUNDS, signed_milestone
 from spes_p2p.consensus.output import LOG
 from spes_p2p.errors import Refused
 from spes_p2p.messages.consensus import Ballot, CertifiedCommit, Commit, Control, Milestone, Vote
@@ -26,7 +27,7 @@ from spes_p2p.testing.virtual_loop import run_virtual
 
 OWNER = "A"
 ROUNDS = 8
-"""In place of ROLLBACK_ROUNDS."""
+"""In place of ROLLBACK_ROUNDS and KEPT_ROUNDS."""
 GENESIS = Commit(
     campaign="c", term=0, round=-1, parent="", plan="", roots=(), dropped=(), base_digest="", step=0, tokens=0, members=(),
     owners=(), cursor=Cursor(), helpers=(OWNER,), electorate=("A", "B", "C"), incarnations=("a", "b", "c"),
@@ -35,7 +36,8 @@ GENESIS = Commit(
 
 @pytest.fixture(autouse=True)
 def few_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rules, "ROLLBACK_ROUNDS", ROUNDS)
+    for module, name in ((rules, "ROLLBACK_ROUNDS"), (commit_log, "ROLLBACK_ROUNDS"), (rules, "KEPT_ROUNDS")):
+        monkeypatch.setattr(module, name, ROUNDS)
 
 
 class Somebody:
@@ -73,7 +75,7 @@ def certified(commit: Commit) -> CertifiedCommit:
 def after(parent: Commit, **changes: object) -> Commit:
     commit = dataclasses.replace(
         parent, round=parent.round + 1, parent=parent.id, plan="p", members=("B", "C"), heard=(0,),
-        base_digest=f"d{parent.round}",
+        base_digest=f"d{parent.round}", step=parent.step + 1,
     )  # fmt: skip
     return dataclasses.replace(commit, **changes)  # type: ignore[arg-type]
 
@@ -97,7 +99,7 @@ def test_a_joiner_that_knows_only_genesis_begins_at_the_milestone_and_counts_as_
     owner, joiner = owner_after(decided), Somebody("D")
     before = owner.log.services(owner.log.round)
     assert owner.sign()
-    assert owner.log.begins == owner.log.round - 2 * ROUNDS
+    assert owner.log.begins == owner.log.round - ROUNDS
     assert joiner.take(owner.log.milestone)
     joiner.learn(*owner.log.since(owner.log.begins))
     for each in (owner, joiner, owner.restarted(), joiner.restarted()):
@@ -118,8 +120,8 @@ def test_logs_stay_short_however_many_rounds_there_are() -> None:
         if owner.log.is_long and owner.sign():
             other.take(owner.log.milestone)
         for peer in (owner, other):
-            assert peer.log.round - peer.log.begins < 3 * ROUNDS + 1
-            assert len(peer.store.records(LOG)) <= 3 * ROUNDS + 1
+            assert peer.log.round - peer.log.begins <= 2 * ROUNDS
+            assert len(peer.store.records(LOG)) <= 2 * ROUNDS + 1
     assert other.restarted().log.last == decided[-1].commit
 
 
@@ -167,13 +169,13 @@ def test_only_the_owner_signs_milestones() -> None:
     assert joiner.log.round == -1
 
 
-def test_the_owner_opens_no_term_from_which_a_rollback_could_reach_before_the_milestone() -> None:
+def test_the_owner_opens_no_term_before_the_milestone() -> None:
     owner = owner_after(chain(4 * ROUNDS))
     assert owner.log.earliest_reform == -1
     owner.sign()
     first = owner.log.earliest_reform
-    assert first == owner.log.begins + ROUNDS
-    for number in (-1, owner.log.begins, first - 1):
+    assert first == owner.log.begins
+    for number in (-1, first - 1):
         with pytest.raises(Refused, match="no term begins before"):
             owner.open_term(number)
     assert owner.open_term(first).commit.round == first + 1
@@ -212,43 +214,85 @@ def test_a_milestone_of_a_branch_that_was_given_up_is_refused() -> None:
         other.learn(decided[4])
 
 
-def rollback_to(round_number: int) -> Control:
-    order = Control(campaign="c", number=1, state="running", changes=(), rollback=round_number, signature=b"")
+def rollback_to(round_number: int, number: int = 1) -> Control:
+    order = Control(campaign="c", number=number, state="running", changes=(), rollback=round_number, signature=b"")
     return signed(order, SimulatedIdentity(OWNER))
 
 
-def test_everybody_can_check_a_rollback_wherever_its_log_begins() -> None:
-    decided = chain(4 * ROUNDS)
-    owner, joiner = owner_after(decided), Somebody("D")
-    too_far = rollback_to(owner.log.round - ROUNDS - 1)
-    assert owner.log.rolled_back(owner.log.last, too_far) is None
-    oldest = rollback_to(owner.log.round - ROUNDS)
-    commit = owner.log.rolled_back(owner.log.last, oldest)
-    assert commit is not None
-    owner.learn(certified(commit))
-    # A milestone between the base and the rollback to it waits: a log that began there could not check that commit.
-    while not owner.sign():
-        assert owner.log.round - 2 * ROUNDS <= oldest.rollback or not owner.log.is_long
-        owner.learn(*chain(1, owner.log.last))
-    assert joiner.take(owner.log.milestone)
-    joiner.learn(*owner.log.since(owner.log.begins))
-    assert joiner.log.last == owner.log.last
+def test_everybody_judges_each_rollback_alike_wherever_its_log_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rules, "KEPT_ROUNDS", 2)  # as where bytes decide
+    owner, whole = owner_after(chain(2 * ROUNDS)), Somebody("B")
+    first = owner.log.rolled_back(owner.log.last, rollback_to(owner.log.round - ROUNDS))
+    assert first is not None
+    owner.learn(certified(first), *chain(2, first))
+    whole.learn(*owner.log.since(-1))
+    whole.learn(owner.open_term(owner.log.round))
+    before_it = set[int]()
+    for _ in range(5 * ROUNDS):
+        decided = certified_by_owner(after(owner.log.last))
+        for each in (owner, whole):
+            each.learn(decided)
+        if not owner.sign() and owner.log.milestone is None:
+            continue
+        assert owner.log.milestone is not None
+        assert len(owner.log.milestone.past) <= ROUNDS
+        joiner = Somebody("D")
+        joiner.take(owner.log.milestone)
+        joiner.learn(*owner.log.since(owner.log.begins))
+        assert joiner.log.last == whole.log.last
+        for number in range(whole.log.round):
+            order = rollback_to(number, 2)
+            commit = whole.log.rolled_back(whole.log.last, order)
+            assert joiner.restarted().log.rolled_back(joiner.log.last, order) == commit
+            if commit is not None and number < joiner.log.begins:
+                before_it.add(number)
+                joined = Somebody("E")
+                joined.take(owner.log.milestone)
+                joined.learn(*owner.log.since(owner.log.begins), certified_by_owner(commit))
+                assert joined.log.last == commit
+        assert not whole.log.rolled_back(whole.log.last, rollback_to(whole.log.round - ROUNDS - 1, 2))
+    assert first.round in before_it
+    assert len(before_it) > ROUNDS
 
 
-def test_no_milestone_stands_between_a_rollback_and_its_base() -> None:
-    decided = chain(2 * ROUNDS)
-    owner = owner_after(decided)
-    commit = owner.log.rolled_back(owner.log.last, rollback_to(owner.log.round - ROUNDS))
-    assert commit is not None
-    owner.learn(certified(commit))
-    tried = 0
-    while owner.log.round < 6 * ROUNDS:
-        owner.learn(*chain(1, owner.log.last))
-        would_begin = owner.log.round - 2 * ROUNDS
-        if owner.log.is_long and owner.log.next_milestone() is None:
-            assert ROUNDS - 1 < would_begin <= commit.round
-            tried += 1
-    assert tried > 0
+def test_no_milestone_stands_at_a_commit_that_does_not_certify_the_base_before_it() -> None:
+    owner = owner_after(chain(ROUNDS))
+    owner.open_term(owner.log.round)
+    reform, waited = owner.log.round, 0
+    while owner.log.begins <= reform:
+        owner.learn(certified_by_owner(after(owner.log.last)))
+        waited += owner.log.is_long and not owner.sign()
+        assert owner.log.begins != reform
+    assert waited == 1
+
+
+@pytest.mark.parametrize("members", [4, 64, 1000, 10_000])
+def test_a_joiner_reads_a_bounded_number_of_bytes_whatever_the_number_of_members(
+    members: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rules, "KEPT_ROUNDS", KEPT_ROUNDS)
+    sizes, longest, shortest = list[int](), 0, math.inf
+    for _ in range(3 * KEPT_ROUNDS):
+        sizes.append(2000 + 120 * members)
+        longest = max(longest, sum(sizes))
+        if place := rules.place_of_next(sizes):
+            assert place >= len(sizes) - 1 - place, "signed too often: a log is rewritten then"
+            sizes = sizes[place:]
+            shortest = min(shortest, len(sizes))
+    assert longest <= max(2 * rules.KEPT_BYTES, 2 * rules.LEAST_ROUNDS * sizes[0]) + 2 * sizes[0]
+    assert rules.LEAST_ROUNDS <= shortest - 1 <= KEPT_ROUNDS
+    assert shortest * sizes[0] > rules.KEPT_BYTES or shortest - 1 == KEPT_ROUNDS
+
+
+def test_logs_of_many_members_are_cut_by_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rules, "KEPT_ROUNDS", KEPT_ROUNDS)
+    monkeypatch.setattr(rules, "KEPT_BYTES", 2**16)
+    owner, rounds = Somebody(OWNER), 3 * rules.LEAST_ROUNDS
+    for _ in range(rounds):
+        owner.learn(certified(after(owner.log.last, members=tuple(f"member {i:057}" for i in range(64)))))
+        owner.sign()
+    assert owner.log.begins > 0
+    assert rules.LEAST_ROUNDS <= owner.log.round - owner.log.begins < 2 * rules.LEAST_ROUNDS
 
 
 @pytest.mark.parametrize("point", ["write:rename", "write:done"])
@@ -270,26 +314,28 @@ def test_a_crash_while_the_log_is_cut_leaves_the_old_log_or_the_new_one(point: s
 
 
 @pytest.mark.long
-def test_a_swarm_keeps_short_logs_and_a_late_joiner_and_one_that_was_away_go_on_with_it() -> None:
+def test_a_swarm_keeps_short_logs_and_a_late_joiner_and_those_that_were_away_go_on_with_it() -> None:
     async def main() -> None:
         swarm = VirtualSwarm(campaign(total_steps=100_000, sync={"min_peers": 2}))
         swarm.start_bootstrap()
-        for name in "ABC":
+        for name in "ABCE":
             swarm.start(name)
-        await swarm.until(lambda: all(swarm.round_of(name) >= 3 for name in "ABC"))
+        await swarm.until(lambda: all(swarm.round_of(name) >= 3 for name in "ABCE"))
         swarm.kill("C")
+        swarm.network.stop("E")
         await swarm.until(lambda: swarm.round_of("A") >= 4 * ROUNDS and swarm.round_of("B") >= 4 * ROUNDS)
         for peer in (swarm.peers["A"], swarm.peers["B"]):
             assert peer.node.log.begins > 3
         swarm.start_again("C")
         swarm.start("D")
+        swarm.network.resume("E")
         reached = swarm.round_of("A") + 5
-        await swarm.until(lambda: all(swarm.round_of(name) >= reached for name in "ABCD"))
-        for name in "ABCD":
+        await swarm.until(lambda: all(swarm.round_of(name) >= reached for name in "ABCDE"))
+        for name in "ABCDE":
             log = swarm.peers[name].node.log
             assert log.begins > 0
-            assert log.round - log.begins < 4 * ROUNDS
-        assert {"C", "D"} <= set(swarm.peers["A"].node.log.last.members)
+            assert log.round - log.begins < 3 * ROUNDS
+        assert {"C", "D", "E"} <= set(swarm.peers["A"].node.log.last.members)
         swarm.assert_same_commits()
         assert all(len(digests) == 1 for digests in swarm.digests().values())
 

@@ -9,11 +9,11 @@ from dataclasses import replace
 from spes_p2p.consensus.admission import Service, add_service
 from spes_p2p.consensus.certificate import proves
 from spes_p2p.consensus.control import is_rollback, rollback_commit, rolls_back
-from spes_p2p.consensus.milestone import earliest_reform, is_due, may_roll_back, next_milestone, proves_milestone
+from spes_p2p.consensus.milestone import ROLLBACK_ROUNDS, may_roll_back, place_of_next, proves_milestone
 from spes_p2p.consensus.output import LOG, Identity
 from spes_p2p.errors import Refused
 from spes_p2p.messages.codec import MAX_LISTS, WireError, pack, pack_list, unpack, unpack_first
-from spes_p2p.messages.consensus import CertifiedCommit, Commit, Control, Milestone, Served, Verdict, Workload
+from spes_p2p.messages.consensus import CertifiedCommit, Commit, Control, Milestone, PastBase, Served, Verdict, Workload
 from spes_p2p.messages.refusals import Code
 
 logger = logging.getLogger(__name__)
@@ -55,6 +55,11 @@ class _Chain:
         if place >= -len(self._last):
             return self._last[place]
         return unpack(CertifiedCommit, self._packed[number - self.first])
+
+    @property
+    def sizes(self) -> list[int]:
+        """Bytes of each of them."""
+        return list(map(len, self._packed))
 
     def append(self, decided: CertifiedCommit) -> None:
         self._packed.append(pack(decided))
@@ -139,13 +144,13 @@ class CommitLog:
 
     @property
     def earliest_reform(self) -> int:
-        """The first round after which the owner may open a term."""
-        return earliest_reform(self.begins)
+        """The first round after which the owner may open a term: every log holds that commit."""
+        return self.begins
 
     @property
     def is_long(self) -> bool:
         """Whether a newer milestone is due."""
-        return is_due(self.begins, self.round)
+        return place_of_next(self._decided.sizes) > 0
 
     @property
     def round(self) -> int:
@@ -263,13 +268,24 @@ class CommitLog:
     def next_milestone(self) -> Milestone | None:
         """Return the milestone that the owner may sign now, without its signature; None when none is due.
 
-        None also while a rollback after it goes back to before it: a log that begins there could not check that commit.
+        It stands at a commit with a plan, which certifies the base before it.
         """
-        first = next_milestone(self.round)
-        if not self.is_long or any(_goes_back_before(first, each.commit) for each in self.since(first)):
+        first = self._decided.first + place_of_next(self._decided.sizes)
+        if not self.is_long or not self.commit_at(first).plan:
             return None
         served = tuple(Served(peer, each.rounds, each.audits) for peer, each in sorted(self.services(first).items()))
-        return Milestone(self.at(first), served, b"")
+        return Milestone(self.at(first), served, b"", self._past(first))
+
+    def _past(self, first: int) -> tuple[PastBase, ...]:
+        """Return the bases of the last ROLLBACK_ROUNDS rounds before this one, which has a plan."""
+        oldest, digest = max(0, self.begins, first - ROLLBACK_ROUNDS), self.commit_at(first).base_digest
+        found = list[PastBase]()
+        for commit in map(self.commit_at, range(first - 1, oldest - 1, -1)):
+            found.append(PastBase(commit.base_digest if is_rollback(commit) else digest, commit.step))
+            if commit.plan or is_rollback(commit):
+                digest = commit.base_digest if commit.plan else ""
+        earlier = self.milestone.past if self.milestone is not None else ()
+        return (*earlier, *reversed(found))[-ROLLBACK_ROUNDS:]
 
     def admits_milestone(self, milestone: Milestone) -> bool:
         """Return whether the log may begin at this milestone; False when it begins no earlier.
@@ -316,13 +332,21 @@ class CommitLog:
         """Return the commit after `parent` by which this record rolls back; None when it does not or cannot."""
         if control is None or not rolls_back(control, parent):
             return None
-        digest = self._digest_of_base(control.rollback, parent)
-        return rollback_commit(parent, control, digest, self.commit_at(control.rollback).step) if digest is not None else None
+        base = self._base_of(control.rollback, parent)
+        return rollback_commit(parent, control, base.digest, base.step) if base is not None else None
+
+    def _base_of(self, round_number: int, last: Commit) -> PastBase | None:
+        """Return the base after this round if the commits up to `last` certify it, else None."""
+        if not may_roll_back(round_number, last.round):
+            return None
+        if round_number < self.begins:
+            past = self.milestone.past if self.milestone is not None else ()
+            base = past[round_number - self.begins] if self.begins - round_number <= len(past) else None
+            return base if base is not None and base.digest else None
+        digest = self._digest_of_base(round_number, last)
+        return None if digest is None else PastBase(digest, self.commit_at(round_number).step)
 
     def _digest_of_base(self, round_number: int, last: Commit) -> str | None:
-        """Return the digest of the base after this round if the commits up to `last` certify it, else None."""
-        if not may_roll_back(round_number, last.round) or round_number < self.begins:
-            return None
         if is_rollback(self.commit_at(round_number)):
             return self.commit_at(round_number).base_digest
         for later in map(self.commit_at, range(round_number + 1, last.round + 1)):
@@ -384,7 +408,3 @@ def _milestone(record: bytes) -> Milestone | None:
         return unpack(Milestone, record)
     except WireError:
         return None
-
-
-def _goes_back_before(round_number: int, commit: Commit) -> bool:
-    return is_rollback(commit) and commit.control is not None and commit.control.rollback < round_number

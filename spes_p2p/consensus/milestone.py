@@ -1,21 +1,28 @@
 """Milestones: what the owner signs so that nobody needs the commits before it.
 
 A milestone is a commit with the owner's signature in place of the log that leads there, and what later rounds take from that
-log: the rounds of service. It stands far enough behind the last commit that no rollback and no reform reaches before it.
+log: the rounds of service, and the bases to which a rollback may go back. The owner opens no term before it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from spes_p2p.consensus.control import owner_of
 from spes_p2p.consensus.output import Identity
 from spes_p2p.messages.codec import pack
 from spes_p2p.messages.consensus import Commit, Milestone
+from spes_p2p.messages.fields import MAX_PAST
 
-ROLLBACK_ROUNDS = 2**10
-"""A rollback returns at most this many rounds, so a log that holds more of them can check it. At five minutes a round these are
-three and a half days; archives keep the last 150 rounds unless set otherwise."""
+ROLLBACK_ROUNDS = MAX_PAST
+"""A rollback returns at most this many rounds. At five minutes a round these are three and a half days; archives keep the last
+150 rounds unless set otherwise."""
+KEPT_ROUNDS, KEPT_BYTES = 2**10, 2**24
+"""A log is cut to this many of its last commits, or bytes of them, once as many commits go: of 1,000 members to 140 to 280
+rounds. Who was away for longer drops its pending work, and no reform goes back further."""
+LEAST_ROUNDS = 2**6
+"""Keep at least this many commits. Plans, proofs and peers that replay rounds take the last 16 of them."""
 
 
 def signed_milestone(milestone: Milestone, identity: Identity) -> Milestone:
@@ -30,19 +37,16 @@ def proves_milestone(milestone: Milestone, genesis: Commit, identity: Identity) 
     return is_of_campaign and identity.verify(owner_of(genesis), _message(milestone), milestone.signature)
 
 
-def is_due(begins: int, last: int) -> bool:
-    """Return whether a log from round `begins` to `last` holds ROLLBACK_ROUNDS commits that nobody needs."""
-    return next_milestone(last) - begins >= ROLLBACK_ROUNDS
-
-
-def next_milestone(last: int) -> int:
-    """Return the round of a milestone that is signed after round `last`."""
-    return last - 2 * ROLLBACK_ROUNDS
-
-
-def earliest_reform(begins: int) -> int:
-    """Return the first round after which the owner may open a term when its log begins at this round; -1: genesis."""
-    return begins + ROLLBACK_ROUNDS if begins >= 0 else -1
+def place_of_next(sizes: Sequence[int]) -> int:
+    """Return the place of the next milestone among a log's commits, of these bytes each; 0: none is due."""
+    kept, left = 0, KEPT_BYTES
+    for size in reversed(sizes[-KEPT_ROUNDS:]):
+        left -= size
+        if left < 0 and kept >= LEAST_ROUNDS:
+            break
+        kept += 1
+    place = len(sizes) - 1 - kept
+    return place if place >= kept else 0
 
 
 def may_roll_back(round_number: int, parent: int) -> bool:

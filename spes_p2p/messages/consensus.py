@@ -19,6 +19,7 @@ from spes_p2p.messages.fields import (
     MAX_MEMBERS,
     MAX_PAGE,
     MAX_PARTS,
+    MAX_PAST,
     MAX_SERVED,
     MAX_VERDICTS,
     Archived,
@@ -248,6 +249,15 @@ class Served:
 
 
 @dataclass(frozen=True)
+class PastBase:
+    """The base of a round, as far as a rollback to it needs the commits around it."""
+
+    digest: Digest
+    """Empty where the log certifies none."""
+    step: Steps
+
+
+@dataclass(frozen=True)
 class Milestone:
     """A commit with the owner's word in place of the log before it, for joiners and for logs that grow long."""
 
@@ -256,6 +266,8 @@ class Milestone:
     """Up to this commit, since genesis. Sorted."""
     signature: Signature
     """By the owner's key, over all other fields."""
+    past: Annotated[tuple[PastBase, ...], MaxLen(MAX_PAST)] = ()
+    """Of the rounds just before this commit, oldest first."""
 
 
 @dataclass(frozen=True)

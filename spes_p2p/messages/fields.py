@@ -42,6 +42,8 @@ MAX_BANNED = 2**8
 """Banned peers. Every commit carries the list; a campaign that needs more should admit by invitation."""
 MAX_ARCHIVED = 2**16
 """Rounds whose bases a peer keeps."""
+MAX_PAST = 2**10
+"""Rounds before a milestone to which a rollback may go back: 75 KB."""
 MAX_SERVED = 2**16
 """Peers with rounds of service in a milestone: 4 MB."""
 MAX_PAGE = 2**8

@@ -92,7 +92,7 @@ class Node:
         self._seen = PeersSeen(0, 0)
         self.content, self.fetcher = ContentServer(self.endpoint), Fetcher(self.endpoint)
         self.relay = self.decisions.relay = Relay(self.endpoint, self.fetcher)
-        self.relay.donors = self.others
+        self.relay.donors = self._members_first
         self.straggler_delay: deque[float] = deque(maxlen=KEPT_ARRIVALS)
         """Delays of members in the last rounds, as shares of the time that the first half took; see Proposal."""
         self.evaluated: tuple[str, float] | None = None
@@ -174,6 +174,14 @@ class Node:
         """
         me = self.peer_id
         return self._best_first([p for p, contact in self.contacts.items() if p != me and role in (None, contact.role)])
+
+    def _members_first(self) -> list[str]:
+        """Return the other peers in the registry in random order, those of the last commit first.
+
+        Each of these has the last proposal. The newest claim is that of the coordinator, which decided first.
+        """
+        known, me = self.log.last.participants, self.peer_id
+        return sorted((peer for peer in self.contacts if peer != me), key=lambda peer: peer not in known)
 
     def _best_first(self, found: list[str]) -> list[str]:
         known, now = self.log.last.participants, asyncio.get_running_loop().time()
