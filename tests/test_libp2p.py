@@ -289,6 +289,32 @@ def test_the_registry_keeps_the_last_put_of_each_peer_until_it_expires(tmp_path:
     run(main())
 
 
+def test_a_write_reads_no_records_and_seldom_searches(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with Swarm(tmp_path) as swarm:
+            a = await swarm.start("a")
+            b = await swarm.start("b", a.transport.addresses)
+            await a.registry.put("peers", b"of a", ttl_s=60)
+            protocol, answers = b.registry.node.protocol, list[Any]()
+            find = protocol.call_find
+
+            async def noted(*request: Any) -> Any:
+                answers.append(await find(*request))
+                return answers[-1]
+
+            protocol.call_find = noted
+            await b.registry.put("peers", b"first", ttl_s=60)
+            assert [value for answer in answers for value, _ in answer.values()] == [None]
+            assert len(await b.registry.get("peers")) == len(answers) == 2
+            b.registry.node.num_replicas = 1
+            await b.registry.put("peers", b"second", ttl_s=60)
+            await b.registry.put("peers", b"third", ttl_s=60)
+            assert len(answers) == 2
+            assert (await a.registry.get("peers"))[b.identity.peer_id] == b"third"
+
+    run(main())
+
+
 def test_a_restarted_peer_can_replace_the_longer_lived_record_of_its_former_life(tmp_path: Path):
     async def main() -> None:
         async with Swarm(tmp_path) as swarm:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import struct
-from collections.abc import Coroutine, Sequence
+from collections.abc import Collection, Coroutine, Sequence
 from typing import Any, TypeVar
 
 from hivemind.dht import DHTNode
 from hivemind.dht.protocol import ValidationError
-from hivemind.dht.routing import get_dht_time
+from hivemind.dht.routing import DHTID, get_dht_time
+from hivemind.p2p import PeerID
 from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError
 from hivemind.utils.timed_storage import MAX_DHT_TIME_DISCREPANCY_SECONDS
 
@@ -31,6 +33,8 @@ from spes_p2p.net.p2pd import Daemon
 T = TypeVar("T")
 
 REGISTRY_TIMEOUT_S = 15.0
+SEARCH_EVERY_S = 60.0
+"""Search the nodes that take a peer's record this often; records are renewed every few seconds."""
 
 _EXPIRY = struct.Struct(">d")
 _EXPIRY_STEP_S = 0.001
@@ -46,6 +50,7 @@ class DHTRegistry:
         self.node = node
         self._records = records
         self._last_expiry: dict[str, float] = {}
+        self._nearest = _store_without_reading(node)
 
     @property
     def subkey(self) -> bytes:
@@ -60,6 +65,7 @@ class DHTRegistry:
         self._records.admit(key)
         if await self._store(key, value, ttl_s):
             return
+        self._nearest.clear()
         await self._learn_last_expiry(key)
         if not await self._store(key, value, ttl_s):
             raise PeerUnreachable(f"no peer of the DHT took the record {key}")
@@ -128,6 +134,33 @@ async def join_dht(
         raise
     except ValidationError as error:
         raise UserError(_not_admitted(initial_peers, str(error))) from None
+
+
+def _store_without_reading(node: DHTNode) -> dict[DHTID, tuple[float, dict[DHTID, PeerID]]]:
+    """Let the node search where to store rarely, and without reading; return when it did last, and what it found, by key.
+
+    hivemind searches at every write, and each node that holds the key answers with all records under it. Here it searches for
+    the key next to it, under which nobody stores, and to which the same nodes are nearest.
+    """
+    search, known = node.find_nearest_nodes, dict[DHTID, tuple[float, dict[DHTID, PeerID]]]()
+
+    async def find_nearest_nodes(queries: Collection[DHTID], *args: Any, found_callback: Any = None, **options: Any) -> Any:
+        if found_callback is None:
+            return await search(queries, *args, **options)
+        (key,), peers, now_s = queries, options["node_to_peer_id"], asyncio.get_running_loop().time()
+        searched_s, nearest = known.get(key, (-math.inf, {}))
+        if now_s < searched_s + SEARCH_EVERY_S and len(nearest) >= node.num_replicas:
+            peers.update(nearest)
+            return await found_callback(key, list(nearest), set())
+
+        async def found(_: DHTID, nodes: list[DHTID], visited: set[DHTID]) -> None:
+            known[key] = now_s, {each: peers[each] for each in nodes}
+            await found_callback(key, nodes, visited)
+
+        return await search({DHTID(key ^ 1)}, *args, found_callback=found, **options)
+
+    node.find_nearest_nodes = find_nearest_nodes
+    return known
 
 
 def _not_admitted(initial_peers: Sequence[str], problem: str) -> str:
