@@ -43,7 +43,7 @@ from spes_p2p.testing.simulate.churn import absences
 from spes_p2p.testing.simulate.command import simulate_virtual
 from spes_p2p.testing.simulate.faults import KINDS, Fault, SwarmView, random_fault
 from spes_p2p.testing.simulate.points import POINTS
-from spes_p2p.testing.simulate.report import RunReport
+from spes_p2p.testing.simulate.report import RunReport, beyond_training
 from spes_p2p.testing.simulate.scenario import BOOTSTRAP, Scenario, load_scenario, peer_names
 from spes_p2p.testing.simulate.swarm import VirtualSwarm
 from spes_p2p.testing.simulate.virtual import QUIET_ROUNDS, SILENCE_S, run_seed, run_seeds
@@ -286,16 +286,19 @@ def test_exclusion_new_owners_and_joiners_are_measured_from_what_peers_tell() ->
     assert (found.rounds_committed, found.exclude_s, found.reown_rounds) == (3, [8.0], [1])
     assert found.joiner_first_contribution_s == [26.0]
     assert (found.tokens_trained, found.tokens_included, found.work_lost_tokens) == (500, 500, 0)
+    assert (found.round_s, found.training_s) == ([11.0, 18.0, 11.0], [10.0, 10.0, 10.0])
+    assert beyond_training([RunReport(0, found, (), {}, {})]) == 0.25
 
 
 @pytest.mark.long
 def test_work_survives_the_churn_of_volunteers() -> None:
-    result = run_seed(Scenario(peer_names(4), 15, vary=False, churn=240.0), 0)
+    result = run_seed(Scenario(peer_names(4), 15, vary=False, churn=8640.0, step_s=90.0), 0)
     assert_sound(result)
     assert result.faults["leave"]
     assert result.faults["restart"] >= 3
     assert result.figures.tokens_included >= 0.95 * result.figures.tokens_trained
     assert max(result.figures.reown_rounds, default=1) <= 2
+    assert beyond_training([result]) <= 0.05
 
 
 def test_volunteers_sleep_at_night_and_come_back_in_bursts() -> None:

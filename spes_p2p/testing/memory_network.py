@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import heapq
+import itertools
 import logging
+import math
 import random
-from collections import deque
+import zlib
+from collections import Counter, deque
 from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -25,6 +29,12 @@ UNREAD_FRAMES = 64
 BUFFERED_S = 1e-3
 """A line's end takes what passes within this time at once, as the buffers of sockets do: it saves most timers."""
 HEARD_EVERY_S = 1.0
+NODES_ASKED, HOLDERS = 20, 5
+"""Nodes of the DHT that are asked in a search for a key, the nearest ones, and those of them that keep its records."""
+RECORD_BYTES, NODE_BYTES = 770, 58
+"""What a record has beside its value (key and signature), and what tells of a node."""
+SEARCH_EVERY_S = 60.0
+"""A peer searches the nodes that keep its records this often (`net/dht.py`)."""
 EPOCH_S = 1_700_000_000.0
 """Wall time at virtual time 0."""
 
@@ -79,6 +89,9 @@ class MemoryNetwork:
         """Payload bytes sent, by (sender, receiver)."""
         self.connections: dict[str, int] = {}
         """By peer: the most others to which it had channels at a time."""
+        self.registry_sent, self.registry_received = Counter[str](), Counter[str]()
+        """By peer: what the DHT would take for the registry's writes and reads, other than requests."""
+        self._nearest: dict[str, tuple[float, list[str]]] = {}
         self._latency_s, self._jitter, self._bandwidth = latency_s, jitter, bandwidth_bytes_per_s
         self._rng = random.Random(f"network/{seed}")
         self._pair_latency: dict[frozenset[str], float] = {}
@@ -210,6 +223,21 @@ class MemoryNetwork:
             departs = here.reserve_up(departs, size) if here is not None else departs
             departs = there.reserve_down(departs, size) if there is not None else departs
         return departs
+
+    def _nearest_nodes(self, key: str) -> list[str]:
+        """Return the living peers whose nodes were nearest to a key at the last search of any."""
+        now, (searched_at, found) = asyncio.get_running_loop().time(), self._nearest.get(key, (-math.inf, []))
+        if now >= searched_at + SEARCH_EVERY_S or len(found) < NODES_ASKED:
+            living = [peer for peer, unit in self._units.items() if unit.alive]
+            found = heapq.nsmallest(NODES_ASKED, living, key=lambda peer: zlib.crc32(f"{key} {peer}".encode()))
+            self._nearest[key] = now, found
+        return found
+
+    def _registry_moved(self, sources: Iterable[str], targets: Iterable[str], size: int) -> None:
+        for source, target in itertools.product(sources, targets):
+            if source != target:
+                self.registry_sent[source] += size
+                self.registry_received[target] += size
 
     def _link(self, peer: str) -> _Link:
         return self._links.setdefault(peer, _Link(self._bandwidth, self._bandwidth))
@@ -361,6 +389,7 @@ class MemoryRegistry:
 
     def __init__(self, network: MemoryNetwork, unit: Unit):
         self._network, self._unit = network, unit
+        self._searched_at = -math.inf
 
     async def put(self, key: str, value: bytes, ttl_s: float) -> None:
         """Store a value under (key, peer id). Raises ValueError if it is too large, PeerUnreachable if the peer is cut off."""
@@ -368,6 +397,11 @@ class MemoryRegistry:
             raise ValueError(f"a record of {len(value)} bytes under {key}; at most {MAX_RECORD_BYTES} are allowed")
         await self._round_trip()
         now = asyncio.get_running_loop().time()
+        nearest = self._network._nearest_nodes(key)
+        self._network._registry_moved([self._unit.peer], nearest[:HOLDERS], len(value) + RECORD_BYTES)
+        if now >= self._searched_at + SEARCH_EVERY_S:
+            self._searched_at = now
+            self._network._registry_moved(nearest, [self._unit.peer], NODE_BYTES * len(nearest))
         history = self._network._records.setdefault(key, {}).setdefault(self._unit.peer, [])
         while history and history[0].expires_at <= now:
             del history[0]
@@ -383,6 +417,9 @@ class MemoryRegistry:
             record = history[-1] if is_plain else self._latest(writer, history, now)
             if record is not None and record.expires_at > now:
                 seen[writer] = record.value
+        nearest, size = self._network._nearest_nodes(key), sum(len(value) + RECORD_BYTES for value in seen.values())
+        self._network._registry_moved(nearest, [self._unit.peer], NODE_BYTES * len(nearest))
+        self._network._registry_moved(nearest[:HOLDERS], [self._unit.peer], size)
         return seen
 
     def _latest(self, writer: str, history: list[_Record], now: float) -> _Record | None:

@@ -6,6 +6,7 @@ virtual swarms and real processes are judged by the same rules.
 
 from __future__ import annotations
 
+import statistics
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -53,6 +54,8 @@ class Figures:
     """For each peer that joined later: from its start to the commit of the first round that includes its tokens."""
     round_s: list[float] = field(default_factory=list)
     """From one commit to the next, each at the first peer that had it."""
+    training_s: list[float] = field(default_factory=list)
+    """For each of these rounds: the median of the phases that ended in it; 0 without any."""
     tokens_trained: int = 0
     """In completed phases, by all peers in all of their lives."""
     tokens_included: int = 0
@@ -106,6 +109,8 @@ class Audit:
     _retried: set[int] = field(default_factory=set)
     _ready_at: dict[tuple[str, int], float] = field(default_factory=dict)
     """When a peer had trained what it announces for a round."""
+    _phases_s: list[float] = field(default_factory=list)
+    """Seconds of the phases that ended since the last commit."""
     _gone: dict[str, _Gone] = field(default_factory=dict)
     _joined_at: dict[str, float] = field(default_factory=dict)
     _ownerless_since: dict[int, int] = field(default_factory=dict)
@@ -125,6 +130,7 @@ class Audit:
         match event:
             case events.PhaseTrained():
                 self.measured.tokens_trained += event.tokens
+                self._phases_s.append(event.seconds)
                 self._ready_at[peer, event.round + self.overlap] = now_s
             case events.RoundFailed():
                 self._failed_rounds[event.round] += 1
@@ -221,6 +227,8 @@ class Audit:
             return
         if self.newest is not None and event.round == self.newest.round + 1:
             self.measured.round_s.append(round(now_s - self.newest_at_s, 3))
+            self.measured.training_s.append(round(statistics.median(self._phases_s or [0.0]), 3))
+        self._phases_s.clear()
         self._check_tokens(now_s, event)
         self._check_owners(now_s, event)
         planned_s = now_s - sum(event.seconds.get(stage, 0.0) for stage in ("exchange", "commit", "apply"))

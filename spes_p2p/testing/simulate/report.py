@@ -65,6 +65,9 @@ class RunReport:
     (virtual form)."""
     control_bytes_median: tuple[int, int] = (0, 0)
     """Medians over rounds of what the peer that sent most in a round sent so, and the one that received most received."""
+    registry_bytes_per_min: tuple[float, float] = (0.0, 0.0)
+    """Over the whole run: what the peer that sends most of the registry's records sends, and what the median peer receives
+    (virtual form)."""
     connections_max: int = 0
     """The most other peers with which one peer had open streams at a time (virtual form)."""
     connections_median: int = 0
@@ -97,6 +100,7 @@ def summary(
             figures[each.name] = sum(values)
     times = [seconds for run in runs for seconds in run.figures.round_s]
     figures["round_s_mean"] = round(statistics.mean(times), 3) if times else None
+    figures["beyond_training"] = beyond_training(runs) if times else None
     violations = [
         {"seed": run.seed, **asdict(violation), "replay": replay(run)}
         for run in runs
@@ -116,6 +120,13 @@ def summary(
         "violations": violations,
         **(attack_figures(runs) if runs[0].attacked is not None else {}),
     }
+
+
+def beyond_training(runs: Iterable[RunReport]) -> float:
+    """Return the share of all rounds' seconds that they took beyond the median phase of each."""
+    figures = [run.figures for run in runs]
+    trained_s = sum(sum(each.training_s) for each in figures)
+    return round(1.0 - trained_s / sum(sum(each.round_s) for each in figures), 4)
 
 
 def attack_figures(runs: Sequence[RunReport]) -> dict[str, Any]:

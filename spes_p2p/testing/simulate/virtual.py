@@ -63,8 +63,8 @@ SYNC_STEPS = 4
 SILENCE_S, REFORM_AFTER_S = 5.0, 30.0
 AUDITED_SHARE = 0.5
 """Of an open campaign. Runs have too few rounds for the default."""
-STUCK_S = 400.0
-"""A living trainer is stuck if it commits no round for this long without a fault."""
+STUCK_S, STUCK_PHASES = 400.0, 4
+"""A living trainer is stuck if it commits no round for this long, or for so many phases, without a fault."""
 QUIET_ROUNDS = 3
 """Rounds that every trainer must commit after all faults are lifted."""
 SPEEDS = (0.5, 1.0, 1.0, 1.0, 2.0)
@@ -210,6 +210,7 @@ class _Run:
             dict(self._faults.struck_at), virtual_s=round(self._ended_s, 3),
             control_bytes=(max(sent), max(received)),
             control_bytes_median=(int(statistics.median(sent)), int(statistics.median(received))),
+            registry_bytes_per_min=self._registry_bytes_per_min(),
             connections_max=max(self._swarm.network.connections.values(), default=0),
             connections_median=int(statistics.median(self._swarm.network.connections.values() or (0,))), log=tuple(self._log),
             attacked=self._attacked() if self._scenario.attackers else None,
@@ -375,6 +376,12 @@ class _Run:
         most[round_number] = max(most_sent, sent - before[0]), max(most_received, received - before[1])
         self._control_bytes[peer] = sent, received
 
+    def _registry_bytes_per_min(self) -> tuple[float, float]:
+        network, minutes = self._swarm.network, max(self._ended_s, 1.0) / 60
+        received = [network.registry_received[peer] for peer in self._swarm.nodes]
+        sent = max(network.registry_sent.values(), default=0)
+        return round(sent / minutes), round(statistics.median(received or [0]) / minutes)
+
     def _honest(self) -> Iterable[tuple[str, Peer]]:
         """Return the trainers that do not attack, by name."""
         return ((name, peer) for name, peer in self._swarm.peers.items() if name not in self._liars)
@@ -391,6 +398,7 @@ class _Run:
     async def _until(self, condition: Callable[[], bool]) -> bool:
         """Wait for a condition; return False if a peer fails or is stuck."""
         moved: dict[str, tuple[int, float]] = {}
+        stuck_s = max(STUCK_S, STUCK_PHASES * SYNC_STEPS * self._scenario.step_s)
         while not condition():
             await asyncio.sleep(1.0)
             if self._faults.struck.total() >= self._collected_at + FAULTS_PER_COLLECTION:
@@ -406,8 +414,8 @@ class _Run:
                 if name not in moved or moved[name][0] != number:
                     moved[name] = number, now()
                 since_s = self._audit.newest_at_s if self._scenario.churn else self._faults.last_s
-                if now() - max(moved[name][1], since_s) > STUCK_S:
-                    self._audit.violated(now(), "stuck", f"{name} is at round {number} for {STUCK_S:g} s; rounds: {rounds}")
+                if now() - max(moved[name][1], since_s) > stuck_s:
+                    self._audit.violated(now(), "stuck", f"{name} is at round {number} for {stuck_s:g} s; rounds: {rounds}")
                     return False
         return True
 
