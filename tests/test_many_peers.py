@@ -120,9 +120,12 @@ def test_joiners_do_not_all_ask_the_peer_with_the_newest_claim_for_the_last_prop
     assert simulate(main) == ["D", "B", "C", "X"]
 
 
+@pytest.mark.parametrize(("planned", "expected"), [("nobody else", range(2)), ("a newcomer", range(3, 6))])
 @pytest.mark.long
-def test_contacts_are_read_the_more_rarely_the_more_there_are() -> None:
-    async def main() -> int:
+def test_contacts_are_read_the_more_rarely_the_more_there_are_and_by_members_that_met_all_hardly_ever(
+    planned: str, expected: range
+) -> None:
+    async def main() -> None:
         swarm = VirtualSwarm(campaign(total_steps=20000), seconds_per_step=2.0)
         swarm.start_all()
         await swarm.until_round(1)
@@ -140,11 +143,18 @@ def test_contacts_are_read_the_more_rarely_the_more_there_are() -> None:
             reads += 1
             return await find(key)
 
+        if planned == "a newcomer":
+            node.meet_members = lambda plan: None  # type: ignore[method-assign]
+            node._planned_members = frozenset({"Z"})
         node.world.registry.get = count  # type: ignore[method-assign]
         await asyncio.sleep(4 * 400 / CONTACTS_READ_PER_S)
-        return reads
+        assert reads in expected
+        node._met.discard("B")
+        reads = 0
+        await asyncio.sleep(400 / CONTACTS_READ_PER_S + CONTACT_EVERY_S)
+        assert reads == 1
 
-    assert 3 <= simulate(main) <= 5
+    simulate(main)
 
 
 @pytest.mark.long

@@ -46,6 +46,11 @@ CONTACT_EVERY_S = 5.0
 CONTACTS_READ_PER_S, READ_AGAIN_S = 8.0, 30.0
 """Bound how often the contacts of all N peers are read: every N divided by the first, in seconds, and every N seconds or the
 second, whichever is shorter, where that is longer."""
+FEW, READ_S = 30, 5.0
+"""A member that has met all others reads every N times the second, if N is more than the first: some five nodes answer with a
+kilobyte for each contact, so that is 60 kB a minute."""
+MAX_MET = 2**12
+"""Bounds the peers that are remembered as met."""
 CONTACT_TTL_S = 20.0
 """A contact that is not refreshed for this long expires."""
 MAX_CONCURRENT_CLAIMS = 4
@@ -88,6 +93,8 @@ class Node:
         self.departures = Departures(self.endpoint, world.identity, self.decisions, rules)
         self.contacts: dict[str, Contact] = {}
         """In random order, so that peers do not all ask the same ones."""
+        self._met: set[str] = set()
+        """Peers whose contacts were found here at some time: where they are is known, or they come by themselves."""
         self._looked_up_at = -math.inf
         self._seen = PeersSeen(0, 0)
         self.content, self.fetcher = ContentServer(self.endpoint), Fetcher(self.endpoint)
@@ -247,8 +254,7 @@ class Node:
             self.is_invited(self.invitation),
         )
         key, now = registry_key(self.campaign_hash), asyncio.get_running_loop().time()
-        known = len(self.contacts)
-        is_due = now - self._looked_up_at >= max(known / CONTACTS_READ_PER_S, min(known, READ_AGAIN_S))
+        is_due = now - self._looked_up_at >= self._read_every_s()
         with contextlib.suppress(PeerUnreachable):
             await self.world.registry.put(key, pack(contact), CONTACT_TTL_S)
             if is_due or not only_if_due:
@@ -256,8 +262,16 @@ class Node:
                 await self._look_up()
         self._observer(replace(self._seen, electorate=self.log.last.electorate))
 
+    def _read_every_s(self) -> float:
+        """Return how often to read the contacts: rarely once this peer is a member and has met all others."""
+        known, taking_part = len(self.contacts), self.log.last.participants | self._planned_members
+        if known > FEW and self.peer_id in self.log.last.participants and taking_part <= self._met:
+            return known * READ_S
+        return max(known / CONTACTS_READ_PER_S, min(known, READ_AGAIN_S))
+
     async def _look_up(self) -> None:
         found = await find_contacts(self.world.registry, self.world.transport, self.campaign_hash)
+        self._met = {*found, *(self._met if len(self._met) < MAX_MET else ())}
         taking_part = sorted(peer for peer in found if takes_part(self.log.last, peer))
         left = self.departures.left_within(CONTACT_TTL_S)  # their contacts have not expired
         here = [peer for peer in taking_part if peer not in left]
