@@ -28,7 +28,6 @@ from spes_p2p.testing.memory_network import MemoryNetwork
 from spes_p2p.testing.simulate.swarm import VirtualSwarm, campaign, simulate
 
 SIZE = 8
-LINE, FAST = 2.5e5, 5e6
 WIDE = Layout([TensorSpec("embed", (2**12, 2**9), "shared")] + [
     TensorSpec(f"experts.{e}.down_proj", (2**7, 2**7), "expert", 0, e) for e in range(2 * SIZE)
 ])
@@ -288,16 +287,16 @@ def site_of(peer: str) -> int:
     return int(peer) % 2
 
 
-async def exchanged(members: tuple[Member, ...]) -> tuple[float, float, Round]:
-    """Exchange between two sites with a line of 250 kB/s between them, and twenty times as fast lines inside.
+async def exchanged(members: tuple[Member, ...], between: float) -> tuple[float, float, Round]:
+    """Exchange between two sites of members that are connected by a line of these bytes per second.
 
     Return the seconds, the bytes that crossed in the direction that carried more, and the round.
     """
     plan, network = make_plan_of(members), MemoryNetwork(latency_s=0.01)
     for site in (0, 1):
-        network.share_line([m.peer for m in members if site_of(m.peer) == site], LINE, LINE)
+        network.share_line([m.peer for m in members if site_of(m.peer) == site], between, between)
     for m in members:
-        network.set_bandwidth(m.peer, FAST, FAST)
+        network.set_bandwidth(m.peer, m.bandwidth, m.bandwidth)
     updates = random_updates(plan, layout=WIDE)
     played = await Round.open(plan, updates, "int4", network, timeout_s=600, layout=WIDE, part_bytes=PART_BYTES)
     began = asyncio.get_running_loop().time()
@@ -310,16 +309,19 @@ async def exchanged(members: tuple[Member, ...]) -> tuple[float, float, Round]:
     return took, max(across), played
 
 
+@pytest.mark.parametrize(("inside", "between"), [(5e6, 2.5e5), (1.25e8, 6.25e6)], ids=["40 and 2 Mbit/s", "1 Gbit/s and 50 Mbit/s"])
 @pytest.mark.long
-def test_two_sites_send_one_copy_across_once_they_have_measured_the_line_between(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_sites_send_one_copy_across_once_they_have_measured_the_line_between(
+    inside: float, between: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(exchange_round, "SILENCE_S", 10.0)
-    members = members_of(SIZE, SIZE, bandwidth=FAST)
+    members = members_of(SIZE, SIZE, bandwidth=inside)
 
     async def main() -> None:
-        first_s, first_bytes, first = await exchanged(tuple(replace(m, place=Place()) for m in members))
+        first_s, first_bytes, first = await exchanged(tuple(replace(m, place=Place()) for m in members), between)
         for peer, endpoint in first.endpoints.items():
             assert endpoint.nearness.near(NAMES) == {other for other in NAMES if site_of(other) == site_of(peer)} - {peer}
-        then_s, then_bytes, _ = await exchanged(members)
+        then_s, then_bytes, _ = await exchanged(members, between)
         parts = part_table(WIDE, members, codecs("int4"), PART_BYTES)
         one_copy = sum(part.encoded_bytes for part in parts if part.group.expert is None or part.group.expert % 2)
         assert then_bytes <= 1.1 * one_copy
