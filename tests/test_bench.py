@@ -37,6 +37,19 @@ def tool(name: str) -> ModuleType:
     return module
 
 
+@pytest.mark.parametrize(("peers", "reducers"), [(16, "by line"), (64, "in cells")])
+@pytest.mark.long
+def test_no_peer_of_an_exchange_sends_or_receives_over_a_twentieth_more_than_it_must(
+    peers: int, reducers: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fanout = tool("fanout_benchmark")
+    monkeypatch.setattr(fanout.cells, "FLAT_MEMBERS", fanout.EITHER[reducers])
+    fanout.table_of.cache_clear()
+    measured = fanout.measure("equal lines and experts", peers, reducers)
+    assert 1.0 < measured.sent_over < 1.05
+    assert 1.0 < measured.received_over < 1.05
+
+
 @pytest.fixture(scope="module")
 def bench() -> ModuleType:
     return tool("benchmarks")

@@ -2,9 +2,10 @@
 
 ./tools/bench fanout [--peers 16 32] [--cases equal ...] [--json FILE]
 
-The exchange is real, on an in-memory network in virtual time, so the seconds are those of the transfers. The last column is the
-minimum for any assignment: max(own updates / own upload, all bytes / all upload). "Neighbours" are the most others with which
-one peer had open streams at a time.
+The exchange is real, on an in-memory network in virtual time, so the seconds are those of the transfers. "Sent over" and
+"received over" are the most that one peer sends and receives relative to what the plan has it send and receive. "Neighbours" are
+the most others with which one peer had open streams at a time. The last column is the minimum for any assignment: max(own
+updates / own upload, all bytes / all upload).
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from spes_p2p.peer.exchange import Exchange
 from spes_p2p.peer.exchange_context import ExchangeContext
 from spes_p2p.rounds import cells
 from spes_p2p.rounds.codecs import group_codecs
-from spes_p2p.rounds.parts import Part, part_table, table_of, weight
+from spes_p2p.rounds.parts import Part, part_table, table_of, traffic, weight
 from spes_p2p.rounds.planned import Member, Plan
 from spes_p2p.rounds.results import Results
 from spes_p2p.testing.in_memory_world import inline
@@ -72,6 +73,9 @@ class Measured:
     """By one peer."""
     sent_bytes: int
     """By all peers."""
+    sent_over: float
+    """The most that one peer sent, relative to what the plan has it send."""
+    received_over: float
     neighbours: int
     least_seconds: float
 
@@ -86,7 +90,7 @@ def main() -> None:
         parser.error("--peers: multiples of 4")
     cases = [case for case in CASES if case.startswith(tuple(arguments.cases))]
     measured = []
-    print(f"{'case':33}{'N':>4} {'reducers':10}{'seconds':>8}{'most sent':>11}{'all sent':>11}{'neighbours':>11}{'least':>9}")
+    print(f"{'case':33}{'N':>4} {'reducers':10}{'seconds':>8}{'most sent':>11}{'all sent':>11}{'sent over':>11}{'received over':>15}{'neighbours':>11}{'least':>9}")
     for peers in arguments.peers:
         for case in cases:
             for reducers, flat_members in EITHER.items():
@@ -95,7 +99,7 @@ def main() -> None:
                     m = measure(case, peers, reducers)
                 measured.append(m)
                 print(f"{m.case:33}{m.peers:4} {m.reducers:10}{m.seconds:8.1f}{m.most_sent_bytes / 1e6:8.2f} MB"
-                      f"{m.sent_bytes / 1e6:8.1f} MB{m.neighbours:11}{m.least_seconds:9.1f}", flush=True)
+                      f"{m.sent_bytes / 1e6:8.1f} MB{m.sent_over:11.3f}{m.received_over:15.3f}{m.neighbours:11}{m.least_seconds:9.1f}", flush=True)
     if arguments.json is not None:
         arguments.json.write_text(json.dumps([asdict(m) for m in measured], indent=2) + "\n")
 
@@ -120,10 +124,19 @@ def measure(case: str, peers: int, reducers: str) -> Measured:
     for m in members:
         network.set_bandwidth(m.peer, m.bandwidth, LINE_BYTES_PER_S)
     seconds = run_virtual(_exchange(network, plan, parts, layout))
-    sent = [sum(count for (source, _), count in network.sent_bytes.items() if source == m.peer) for m in members]
+    sent, received = (
+        [sum(count for pair, count in network.sent_bytes.items() if pair[end] == m.peer) for m in members] for end in (0, 1)
+    )
+    sent_over, received_over = (
+        max(count / must for count, must in zip(moved, planned, strict=True) if must)
+        for moved, planned in zip((sent, received), traffic(parts, peers), strict=True)
+    )
     own_s = [sum(p.encoded_bytes for p in parts if i in p.contributors) / m.bandwidth for i, m in enumerate(members)]
     least_s = max(max(own_s), sum(sent) / sum(m.bandwidth for m in members))
-    return Measured(case, peers, reducers, seconds, max(sent), sum(sent), max(network.connections.values()), least_s)
+    neighbours = max(network.connections.values())
+    return Measured(
+        case, peers, reducers, seconds, max(sent), sum(sent), sent_over, received_over, neighbours, least_s
+    )
 
 
 async def _exchange(network: MemoryNetwork, plan: Plan, parts: tuple[Part, ...], layout: Layout) -> float:
