@@ -2,10 +2,10 @@
 
 ./tools/bench fanout [--peers 16 32] [--cases equal ...] [--json FILE]
 
-The exchange is real, on an in-memory network in virtual time, so the seconds are those of the transfers. "Sent over" and
-"received over" are the most that one peer sends and receives relative to what the plan has it send and receive. "Neighbours" are
-the most others with which one peer had open streams at a time. The last column is the minimum for any assignment: max(own
-updates / own upload, all bytes / all upload).
+The exchange is real, on an in-memory network in virtual time, so the seconds are those of the transfers. "Sent" and "received
+over" are the most that one peer sends and receives relative to what the plan has it send and receive. "Neighbours" are the most
+others with which one peer had open streams at a time. The last column is the minimum for any assignment: max(own updates / own
+upload, all bytes / all upload).
 """
 
 from __future__ import annotations
@@ -90,7 +90,8 @@ def main() -> None:
         parser.error("--peers: multiples of 4")
     cases = [case for case in CASES if case.startswith(tuple(arguments.cases))]
     measured = []
-    print(f"{'case':33}{'N':>4} {'reducers':10}{'seconds':>8}{'most sent':>11}{'all sent':>11}{'sent over':>11}{'received over':>15}{'neighbours':>11}{'least':>9}")
+    print(f"{'case':33}{'N':>4} {'reducers':10}{'seconds':>8}{'most sent':>11}{'all sent':>11}{'sent over':>11}{'received':>10}"
+          f"{'neighbours':>11}{'least':>9}")
     for peers in arguments.peers:
         for case in cases:
             for reducers, flat_members in EITHER.items():
@@ -99,7 +100,8 @@ def main() -> None:
                     m = measure(case, peers, reducers)
                 measured.append(m)
                 print(f"{m.case:33}{m.peers:4} {m.reducers:10}{m.seconds:8.1f}{m.most_sent_bytes / 1e6:8.2f} MB"
-                      f"{m.sent_bytes / 1e6:8.1f} MB{m.sent_over:11.3f}{m.received_over:15.3f}{m.neighbours:11}{m.least_seconds:9.1f}", flush=True)
+                      f"{m.sent_bytes / 1e6:8.1f} MB{m.sent_over:11.3f}{m.received_over:10.3f}{m.neighbours:11}"
+                      f"{m.least_seconds:9.1f}", flush=True)
     if arguments.json is not None:
         arguments.json.write_text(json.dumps([asdict(m) for m in measured], indent=2) + "\n")
 
