@@ -50,6 +50,16 @@ def test_no_peer_of_an_exchange_sends_or_receives_over_a_twentieth_more_than_it_
     assert 1.0 < measured.received_over < 1.05
 
 
+@pytest.mark.long
+def test_the_records_of_a_round_of_64_take_little_of_the_coordinators_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "tools")
+    megabytes_of_round = tool("coordinator_benchmark").megabytes_of_round
+    megabytes_of_round(4)  # fills caches that live as long as the process
+    found = megabytes_of_round(64)
+    assert 0.1 < found["held"] < 1.2
+    assert found["peak"] < 1.8
+
+
 @pytest.fixture(scope="module")
 def bench() -> ModuleType:
     return tool("benchmarks")

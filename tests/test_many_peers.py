@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from collections import Counter
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,8 +24,11 @@ from spes_p2p.peer import decisions
 from spes_p2p.peer.node import CONTACT_EVERY_S, CONTACTS_READ_PER_S
 from spes_p2p.rounds.checks import checkers
 from spes_p2p.rounds.digest import PIECE_ELEMENTS, state_digest
-from spes_p2p.testing.memory_network import Frame, MemoryNetwork
+from spes_p2p.testing.memory_network import Frame, MemoryNetwork, MemoryTransport
+from spes_p2p.testing.simulate.scenario import Scenario, peer_names
 from spes_p2p.testing.simulate.swarm import VirtualSwarm, campaign, simulate
+from spes_p2p.testing.simulate.virtual import run_seed
+from spes_p2p.testing.virtual_loop import VirtualLoop
 
 BASE, WRONG = np.zeros(8, np.float32), np.ones(8, np.float32)
 PEERS = [f"{i:03d}" for i in range(100)]
@@ -118,6 +122,35 @@ def test_joiners_do_not_all_ask_the_peer_with_the_newest_claim_for_the_last_prop
         return list(node.relay.donors())
 
     assert simulate(main) == ["D", "B", "C", "X"]
+
+
+@pytest.mark.long
+def test_what_a_peer_does_in_a_round_does_not_grow_with_their_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    work = Counter[str]()
+
+    def counted(place: type, name: str) -> None:
+        function = getattr(place, name)
+
+        def count(self: Any, *args: Any, **options: Any) -> Any:
+            work[name] += 1
+            return function(self, *args, **options)
+
+        monkeypatch.setattr(place, name, count)
+
+    for place, name in ((MemoryTransport, "open"), (VirtualLoop, "call_soon"), (VirtualLoop, "call_at")):
+        counted(place, name)
+    by_peers = dict[int, dict[str, float]]()
+    for peers in (8, 24):
+        work.clear()
+        found = run_seed(Scenario(peer_names(peers), 4, vary=False), 0)
+        assert found.violations == ()
+        assert found.connections_median <= peers
+        assert found.control_bytes_median[0] < 120_000
+        assert found.control_bytes_median[1] < 60_000
+        by_peers[peers] = {name: count / peers / found.figures.rounds_committed for name, count in work.items()}
+    assert by_peers[24]["open"] < 30
+    for name, count in by_peers[8].items():
+        assert by_peers[24][name] < 1.2 * count
 
 
 @pytest.mark.parametrize(("planned", "expected"), [("nobody else", range(2)), ("a newcomer", range(3, 6))])

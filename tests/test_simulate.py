@@ -172,6 +172,8 @@ def test_the_control_of_the_peer_that_coordinates_counts() -> None:
     most = run.result()
     assert sent > most.control_bytes_median[0] > 3 * 100
     assert received > most.control_bytes_median[1] > 3 * 100
+    held, read = most.registry_bytes_per_min
+    assert held > read > 3 * 1000
 
 
 @pytest.mark.long
