@@ -128,6 +128,23 @@ def test_a_peer_that_is_not_there_refuses_at_once_and_a_method_that_is_not_serve
     run_virtual(main())
 
 
+def test_a_peer_that_only_dials_is_reached_by_whom_it_has_dialled():
+    async def main():
+        network = MemoryNetwork()
+        network.client_only.add("b")
+        for name in "abc":
+            await network.transport(name).serve("echo", echo)
+        await network.transport("b").open("c", "echo")
+        await network.transport("c").open("b", "echo")
+        with pytest.raises(PeerUnreachable, match="b cannot be dialled"):
+            await network.transport("a").open("b", "echo")
+        network.kill("c")
+        with pytest.raises(PeerUnreachable, match="b cannot be dialled"):
+            await network.transport("c").open("b", "echo")
+
+    run_virtual(main())
+
+
 def test_a_handler_that_fails_breaks_its_channel_and_nothing_else():
     async def fail(channel: Channel) -> None:
         raise RuntimeError("a bug")

@@ -44,7 +44,7 @@ from spes_p2p.testing.simulate.command import simulate_virtual
 from spes_p2p.testing.simulate.faults import KINDS, Fault, SwarmView, random_fault
 from spes_p2p.testing.simulate.points import POINTS
 from spes_p2p.testing.simulate.report import RunReport, beyond_training
-from spes_p2p.testing.simulate.scenario import BOOTSTRAP, Scenario, load_scenario, peer_names
+from spes_p2p.testing.simulate.scenario import BOOTSTRAP, MachineSettings, Scenario, load_scenario, peer_names
 from spes_p2p.testing.simulate.swarm import VirtualSwarm
 from spes_p2p.testing.simulate.virtual import QUIET_ROUNDS, SILENCE_S, run_seed, run_seeds
 from spes_p2p.testing.virtual_loop import run_virtual
@@ -174,6 +174,23 @@ def test_the_control_of_the_peer_that_coordinates_counts() -> None:
     assert received > most.control_bytes_median[1] > 3 * 100
     held, read = most.registry_bytes_per_min
     assert held > read > 3 * 1000
+
+
+@pytest.mark.long
+def test_peers_that_cannot_be_dialled_and_thin_uploads_take_part() -> None:
+    machines = {"peer-1": MachineSettings(client_only=True), "peer-2": MachineSettings(upload="10kbit"),
+                "peer-3": MachineSettings(client_only=True)}
+    run = virtual._Run(Scenario(peer_names(5), 6, vary=False, machines=machines), 0)
+    run_virtual(run.main())
+    assert_sound(run.result())
+    base = run._swarm.peers["peer-0"].replica.base
+    assert base.plan is not None
+    members = {member.peer: member for member in base.plan.members}
+    assert members.keys() >= machines.keys()
+    assert all(members[name].tokens > 0 for name in machines)
+    assert members["peer-1"].bandwidth == members["peer-3"].bandwidth == 0
+    line = run._swarm.network._link("peer-2")
+    assert (line.up, line.down) == (1250.0, 12.5e6)
 
 
 @pytest.mark.long

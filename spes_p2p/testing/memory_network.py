@@ -89,6 +89,10 @@ class MemoryNetwork:
         """Payload bytes sent, by (sender, receiver)."""
         self.connections: dict[str, int] = {}
         """By peer: the most others to which it had channels at a time."""
+        self.client_only: set[str] = set()
+        """Peers to which only those can open a channel to which they opened one before."""
+        self._dialled: set[tuple[Unit, Unit]] = set()
+        """Who opened a channel to whom in these lives."""
         self.registry_sent, self.registry_received = Counter[str](), Counter[str]()
         """By peer: what the DHT would take for the registry's writes and reads, other than requests."""
         self._nearest: dict[str, tuple[float, list[str]]] = {}
@@ -290,6 +294,10 @@ class MemoryTransport:
         unit = network._units.get(peer)
         if unit is None or not unit.alive:
             raise PeerUnreachable(f"{peer} refused the connection")
+        if peer in network.client_only and (unit, self.unit) not in network._dialled:
+            raise PeerUnreachable(f"{peer} cannot be dialled")
+        if me in network.client_only:
+            network._dialled.add((self.unit, unit))
         if method not in unit.handlers:
             raise Refused(Code.UNKNOWN_METHOD, f"{peer} does not serve {method}")
         there, back = _Pipe(network, me, peer), _Pipe(network, peer, me)

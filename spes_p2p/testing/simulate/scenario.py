@@ -64,12 +64,14 @@ class MachineSettings(Section):
     speed: PositiveNumber | None = Field(None, description="Training speed relative to step_s (virtual form).")
     experts: Positive | None = Field(None, description="Maximum number of experts to train.")
     bandwidth: Bandwidth | None = Field(None, description="Bandwidth of its link, each way: 100mbit.")
+    upload: Bandwidth | None = Field(None, description="Bandwidth of its link's upload, if that is another (virtual form).")
+    client_only: bool = Field(False, description="Nobody can open a connection to it, and it announces so (virtual form).")
     latency_s: NonNegative | None = Field(None, description="One-way seconds to every other peer (real processes: from them).")
 
     @property
     def bandwidth_bytes_per_s(self) -> float | None:
         """Bandwidth each way."""
-        return None if self.bandwidth is None else _bytes_per_s(self.bandwidth)
+        return None if self.bandwidth is None else bytes_per_s(self.bandwidth)
 
 
 NO_DURATION = {
@@ -246,7 +248,7 @@ def _scenario(settings: ScenarioSettings) -> Scenario:
         points=settings.points,
         step_s=settings.step_s,
         latency_s=settings.latency_s,
-        bandwidth_bytes_per_s=_bytes_per_s(settings.bandwidth),
+        bandwidth_bytes_per_s=bytes_per_s(settings.bandwidth),
         vary=settings.vary,
         overlap=settings.overlap,
         churn=settings.churn,
@@ -295,7 +297,8 @@ def _check_life(fault: FaultSettings, state: str, place: str, name: str) -> None
         raise broken_rule(f"{why} round {fault.round}", place, name)
 
 
-def _bytes_per_s(text: str) -> float:
+def bytes_per_s(text: str) -> float:
+    """Return the bytes per second of a bandwidth such as 100mbit."""
     return parse_bits_per_second(text, "bandwidth") / 8
 
 

@@ -54,7 +54,7 @@ from spes_p2p.testing.simulate.churn import keep_churning
 from spes_p2p.testing.simulate.injector import Injector, now
 from spes_p2p.testing.simulate.points import point_of_event, point_of_write
 from spes_p2p.testing.simulate.report import Attacked, RunReport, banned_in, first_ban
-from spes_p2p.testing.simulate.scenario import BOOTSTRAP, WARM_ROUNDS, Scenario, runs_of
+from spes_p2p.testing.simulate.scenario import BOOTSTRAP, WARM_ROUNDS, Scenario, bytes_per_s, runs_of
 from spes_p2p.testing.simulate.swarm import EXPERTS, LAYOUT, VirtualSwarm, campaign
 from spes_p2p.testing.simulate.work import ROUNDING, Work
 from spes_p2p.testing.virtual_loop import run_virtual, running_peer
@@ -282,13 +282,15 @@ class _Run:
         if name in scenario.vouched and machine.experts is None:
             experts = EXPERTS  # an expert needs a vouched owner
         link = machine.bandwidth_bytes_per_s or scenario.bandwidth_bytes_per_s
-        network.set_bandwidth(name, link, link)
+        network.set_bandwidth(name, link if machine.upload is None else bytes_per_s(machine.upload), link)
+        if machine.client_only:
+            network.client_only.add(name)
         if machine.latency_s is not None:
             for other in (BOOTSTRAP, *scenario.peer_names):
                 network.set_latency(name, other, machine.latency_s)
         self._audit.capacities[name] = experts
         self._make_store(name)
-        self._swarm.start(name, speed, experts)
+        self._swarm.start(name, speed, experts, bandwidth=float(not machine.client_only))
 
     def _make_store(self, name: str) -> None:
         def on_write(point: str, blob: str) -> None:
