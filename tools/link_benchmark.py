@@ -165,7 +165,7 @@ def predicted_case(arguments: argparse.Namespace) -> Report:
     lines = {f"peer-{i}": speeds[i % len(speeds)] for i in range(PEERS)}
     spec = {
         "elements": arguments.predicted_megabytes * 10**6 // 4, "phase_s": PREDICTED_PHASE_S, "owned": 1,
-        "codec": arguments.codec, "sync": {"min_peers": PEERS}, "latency_s": 0.0,
+        "codec": arguments.codec, "sync": {"min_peers": PEERS}, "latency_s": UNEVEN_LATENCY_S,
     }
     found = {}
     predicted = run_virtual(simulated(spec, lines, arguments.rounds))
@@ -179,7 +179,7 @@ def predicted_case(arguments: argparse.Namespace) -> Report:
 
 async def simulated(spec: Report, lines: Mapping[str, float], rounds: int) -> dict[str, list[Report]]:
     """Return what `run` does, of the same swarm in the simulator."""
-    network, heard = MemoryNetwork(), {name: list[Report]() for name in lines}
+    network, heard = MemoryNetwork(latency_s=spec["latency_s"]), {name: list[Report]() for name in lines}
     for name, mbit in {"bootstrap": max(lines.values()), **lines}.items():
         network.set_bandwidth(name, *(PAYLOAD * 1e6 / 8 * mbit,) * 2)
     clock = asyncio.get_running_loop().time
