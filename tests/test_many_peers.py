@@ -145,6 +145,7 @@ def test_what_a_peer_does_in_a_round_does_not_grow_with_their_number(monkeypatch
         found = run_seed(Scenario(peer_names(peers), 4, vary=False), 0)
         assert found.violations == ()
         assert found.connections_median <= peers
+        assert 3_000 < found.sent_bytes_per_round < 40_000
         assert found.control_bytes_median[0] < 120_000
         assert found.control_bytes_median[1] < 60_000
         by_peers[peers] = {name: count / peers / found.figures.rounds_committed for name, count in work.items()}

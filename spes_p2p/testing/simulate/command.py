@@ -56,6 +56,7 @@ def simulate_virtual(
     for i, name in enumerate(("control_bytes", "control_received_bytes")):
         made[f"{name}_max"] = max(each.control_bytes[i] for each in found)
         made[f"{name}_median"] = max(each.control_bytes_median[i] for each in found)
+    made["sent_bytes_per_round_median"] = max(each.sent_bytes_per_round for each in found)
     for i, name in enumerate(("registry_sent_bytes_per_min_max", "registry_received_bytes_per_min_median")):
         made[name] = max(each.registry_bytes_per_min[i] for each in found)
     made["connections_max"] = max(each.connections_max for each in found)

@@ -65,6 +65,8 @@ class RunReport:
     (virtual form)."""
     control_bytes_median: tuple[int, int] = (0, 0)
     """Medians over rounds of what the peer that sent most in a round sent so, and the one that received most received."""
+    sent_bytes_per_round: int = 0
+    """What the median peer sends in a round, of all kinds other than the registry's, over the whole run (virtual form)."""
     registry_bytes_per_min: tuple[float, float] = (0.0, 0.0)
     """Over the whole run: what the peer that sends most of the registry's records sends, and what the median peer receives
     (virtual form)."""

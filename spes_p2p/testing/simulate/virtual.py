@@ -210,6 +210,7 @@ class _Run:
             dict(self._faults.struck_at), virtual_s=round(self._ended_s, 3),
             control_bytes=(max(sent), max(received)),
             control_bytes_median=(int(statistics.median(sent)), int(statistics.median(received))),
+            sent_bytes_per_round=self._sent_bytes_per_round(),
             registry_bytes_per_min=self._registry_bytes_per_min(),
             connections_max=max(self._swarm.network.connections.values(), default=0),
             connections_median=int(statistics.median(self._swarm.network.connections.values() or (0,))), log=tuple(self._log),
@@ -377,6 +378,13 @@ class _Run:
         before, (most_sent, most_received) = self._control_bytes.get(peer, (0, 0)), most.get(round_number, (0, 0))
         most[round_number] = max(most_sent, sent - before[0]), max(most_received, received - before[1])
         self._control_bytes[peer] = sent, received
+
+    def _sent_bytes_per_round(self) -> int:
+        sent = dict.fromkeys(self._swarm.nodes, 0)
+        for (source, _), count in self._swarm.network.sent_bytes.items():
+            if source in sent:
+                sent[source] += count
+        return round(statistics.median(sent.values()) / max(1, self._audit.newest_round))
 
     def _registry_bytes_per_min(self) -> tuple[float, float]:
         network, minutes = self._swarm.network, max(self._ended_s, 1.0) / 60
