@@ -26,7 +26,7 @@ from spes_p2p.testing.in_memory_world import in_memory_world
 from spes_p2p.testing.memory_network import MemoryNetwork
 from spes_p2p.testing.simulate import virtual
 from spes_p2p.testing.simulate.audit import Audit, Figures
-from spes_p2p.testing.simulate.report import Attacked, RunReport, attack_figures
+from spes_p2p.testing.simulate.report import Attacked, RunReport, attack_figures, lines, summary
 from spes_p2p.testing.simulate.scenario import Scenario, peer_names
 from spes_p2p.testing.simulate.swarm import EXPERTS, LAYOUT, VirtualSwarm, campaign, simulate
 from spes_p2p.testing.simulate.virtual import run_seed
@@ -148,6 +148,18 @@ def test_each_attack_is_compared_with_the_clean_run_of_its_seed() -> None:
     assert unfinished["loss_over_clean"] is None, "a run that did not end is no success"
 
 
+def test_what_a_run_without_rounds_does_not_tell_is_null_and_not_said_to_be_small() -> None:
+    stopped = RunReport(1, Figures(), (), {}, {}, attacked=Attacked("slander", None, None, 7))
+    runs = [run(0, None, 2.0, 5.0), run(0, "slander", 3.0, 6.0), run(1, None, 1.0, 9.0), stopped]
+    found = summary("virtual", 5, runs, 1.0, lambda run: "")
+    names = ("loss_over_clean", "rounds_delayed_s_max", "memory_over_clean_max")
+    for each in (found, found["attacks"]["slander"]):
+        assert [each[name] for name in names] == [None, None, None]
+    assert found["attacks"]["slander"]["round_s_over_clean"] is None
+    (line,) = (each for each in lines(found) if each.startswith("slander: "))
+    assert line.startswith("slander: last round not reached, a run without a round, memory not measured, 0 attackers")
+
+
 def test_the_records_of_tools_attacks_hold_what_its_tables_show() -> None:
     tool = runpy.run_path(str(ROOT / "tools" / "attacks"))
     runs = [run(0, None, 2.0, 5.0), run(0, "scale", 3.0, 6.0, 1)]
@@ -176,6 +188,14 @@ def test_a_seed_with_an_attacker_replays_exactly_and_differs_from_the_clean_one(
     assert attacked(None).log != first.log
     assert first.attacked is not None
     assert first.attacked.loss is not None
+
+
+def test_memory_is_not_measured_in_a_run_that_ends_before_it_is_warm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(virtual, "STUCK_S", 2.0)
+    found = attacked("copy")
+    assert [violation.rule for violation in found.violations] == ["stuck"]
+    assert found.attacked is not None
+    assert found.attacked.memory_bytes is None
 
 
 @cache

@@ -121,7 +121,7 @@ class _Run:
         told = [self._swarm.peers[name].folder / LIES_FILE for name in self._scenario.liars if name in self._swarm.peers]
         return Attacked(
             self._scenario.attack, self._losses.get(self._scenario.rounds),
-            max(peer.memory_most - peer.memory_before for peer in honest),
+            max((peer.memory_most - peer.memory_before for peer in honest if peer.memory_before), default=None),
             sum(len(path.read_text().splitlines()) for path in told if path.exists()),
             attackers_banned=len(banned & liars), honest_banned=len(banned - liars),
             banned_round=first_ban(commits, liars),

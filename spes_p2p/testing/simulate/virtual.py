@@ -182,8 +182,10 @@ class _Run:
         """The base of the scenario's last round."""
         self._collected_at = 0
         """Faults that had struck when garbage was collected last."""
-        self._memory_before = self._memory_bytes = 0
-        """Resident memory after the first rounds, which load libraries, and the most since."""
+        self._memory_before: int | None = None
+        """Resident memory after the first rounds, which load libraries; None before."""
+        self._memory_bytes = 0
+        """The most that was seen."""
 
     async def main(self) -> None:
         """Start all peers, let the faults strike, lift them, and wait until all peers have continued."""
@@ -224,8 +226,9 @@ class _Run:
         commits = [decided.commit for _, peer in self._honest() for decided in peer.node.log.since(-1)]
         convicted = {peer for commit in commits for peer in convicted_in(commit)}
         failed = {each.peer for commit in commits for each in commit.verdicts if not each.passed}
+        grown = None if self._memory_before is None else self._memory_bytes - self._memory_before
         return Attacked(
-            self._scenario.attack, loss, self._memory_bytes - self._memory_before, self._lies,
+            self._scenario.attack, loss, grown, self._lies,
             attackers_banned=len(banned & self._liars), honest_banned=len(banned - self._liars),
             attackers_convicted=len(convicted & self._liars), honest_failed=len(failed - self._liars),
             banned_round=first_ban(commits, self._liars),
@@ -310,7 +313,7 @@ class _Run:
             self._clipped[peer] = event.round
         if isinstance(event, RoundCommitted) and peer in self._swarm.peers:
             self._check_work(peer, event)
-            if event.round == WARM_ROUNDS and not self._memory_before:
+            if event.round == WARM_ROUNDS and self._memory_before is None:
                 self._memory_before = self._memory_bytes = _resident_bytes()
             if event.round == self._scenario.rounds and peer not in self._liars:
                 self._last_base = self._swarm.peers[peer].replica.base.values
