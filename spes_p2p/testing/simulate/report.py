@@ -12,6 +12,7 @@ from typing import Any
 
 from spes_p2p.messages.consensus import Commit
 from spes_p2p.observe.units import counted
+from spes_p2p.rounds.audits import convicted_in
 from spes_p2p.testing.attacks.kinds import AttackKind
 from spes_p2p.testing.simulate.audit import Figures, Violation
 
@@ -38,14 +39,25 @@ class Attacked:
     """The first round whose commit excludes an attacker."""
 
 
-def first_ban(commits: Iterable[Commit], liars: Collection[str]) -> int | None:
-    """Return the first round whose commit excludes one of these peers; None when none does."""
-    return min((each.round for each in commits if not banned_in([each]).isdisjoint(liars)), default=None)
+def found_out(logs: Iterable[Sequence[Commit]], liars: Collection[str]) -> dict[str, Any]:
+    """Return the fields of `Attacked` that commits tell. `logs`: those of each honest peer, in order."""
+    known = [log for log in logs if log]
+    commits = [each for log in known for each in log]
+    banned = {peer for log in known for peer in _banned_in(log[-1])}
+    convicted = {peer for each in commits for peer in convicted_in(each)}
+    failed = {verdict.peer for each in commits for verdict in each.verdicts if not verdict.passed}
+    return {
+        "attackers_banned": len(banned.intersection(liars)),
+        "honest_banned": len(banned.difference(liars)),
+        "attackers_convicted": len(convicted.intersection(liars)),
+        "honest_failed": len(failed.difference(liars)),
+        "banned_round": min((each.round for each in commits if not _banned_in(each).isdisjoint(liars)), default=None),
+    }
 
 
-def banned_in(commits: Iterable[Commit]) -> set[str]:
-    """Return the peers that these commits exclude by proof or by the owner's order."""
-    return {peer for each in commits for peer in (*each.excluded, *(each.control.banned if each.control else ()))}
+def _banned_in(commit: Commit) -> set[str]:
+    """Return the peers that a commit excludes by proof or by the owner's order."""
+    return {*commit.excluded, *(commit.control.banned if commit.control else ())}
 
 
 @dataclass(frozen=True)
