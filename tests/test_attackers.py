@@ -257,7 +257,7 @@ def test_one_attacker_of_six_stops_nobody_and_has_nothing_of_its_own_decided(kin
 
 @pytest.mark.long
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("kind", ["coordinator", "elector", "turncoat"])
+@pytest.mark.parametrize("kind", sorted(kind for kind in KINDS if ATTACKS[kind].needs_seat))
 def test_two_lying_electors_of_seven_have_nothing_of_their_own_decided(
     kind: AttackKind, caplog: pytest.LogCaptureFixture
 ) -> None:
