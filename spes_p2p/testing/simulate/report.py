@@ -190,7 +190,7 @@ def _both(compare: Callable[[float, float], float], one: float | None, other: fl
 def _worst(values: Sequence[float | None], digits: int = 3) -> float | None:
     """Return the greatest value; None when one is unknown, since that run may be the worst."""
     known = [value for value in values if value is not None]
-    return round(max(known), digits) if len(known) == len(values) else None
+    return round(max(known), digits) if known and len(known) == len(values) else None
 
 
 def lines(found: dict[str, Any]) -> list[str]:
@@ -218,6 +218,8 @@ def lines(found: dict[str, Any]) -> list[str]:
             f"{kind}: {loss}, {slowest}, {memory}, {each['attackers_banned']} attackers and "
             f"{each['honest_banned']} others banned, {each['attackers_convicted']} and {each['honest_failed']} failed audits"
         )
+    if found.get("attacks_left_out"):
+        shown.append(f"left out, since they take too many processes: {', '.join(found['attacks_left_out'])}; use --virtual")
     shown.append(f"invariant violations: {found['invariant_violations']}")
     for each in found["violations"][:20]:
         shown.append(f"seed {each['seed']}, {each['time_s']:.1f} s: {each['rule']}: {each['detail']}")
