@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import json
 import runpy
@@ -18,6 +19,7 @@ from spes_p2p.messages.consensus import Accept, Vote
 from spes_p2p.messages.samples import Interval
 from spes_p2p.net.interfaces import World
 from spes_p2p.observe.events import RoundCommitted
+from spes_p2p.research.queue import append_result
 from spes_p2p.testing.attacks.deciding import Equivocation
 from spes_p2p.testing.attacks.kinds import ATTACKS, KINDS, AttackKind
 from spes_p2p.testing.attacks.tamper import Liar, tampered
@@ -26,7 +28,7 @@ from spes_p2p.testing.in_memory_world import in_memory_world
 from spes_p2p.testing.memory_network import MemoryNetwork
 from spes_p2p.testing.simulate import virtual
 from spes_p2p.testing.simulate.audit import Audit, Figures
-from spes_p2p.testing.simulate.report import Attacked, RunReport, attack_figures
+from spes_p2p.testing.simulate.report import Attacked, RunReport, attack_figures, lines, summary
 from spes_p2p.testing.simulate.scenario import Scenario, peer_names
 from spes_p2p.testing.simulate.swarm import EXPERTS, LAYOUT, VirtualSwarm, campaign, simulate
 from spes_p2p.testing.simulate.virtual import run_seed
@@ -130,7 +132,8 @@ def test_an_honest_base_with_more_tokens_than_honest_peers_trained_and_attackers
 
 
 def run(seed: int, attack: AttackKind | None, loss: float | None, round_s: float, banned: int = 0) -> RunReport:
-    attacked = Attacked(attack, loss, 1000 if attack else 400, 7, banned, honest_banned=0, banned_round=3 if banned else None)
+    grown = 5_000_600 if attack else 1_000
+    attacked = Attacked(attack, loss, grown, 7, banned, honest_banned=0, banned_round=3 if banned else None)
     return RunReport(seed, Figures(round_s=[round_s]), (), {}, {}, attacked=attacked)
 
 
@@ -139,7 +142,7 @@ def test_each_attack_is_compared_with_the_clean_run_of_its_seed() -> None:
     found = attack_figures(runs)
     assert found["attacks"]["scale"] == {
         "lies": 14, "loss_over_clean": 1.5, "rounds_delayed_s_max": 1.0, "round_s_over_clean": 1.2,
-        "memory_over_clean_max": 600, "attackers_banned": 1,
+        "memory_over_clean_max": 4_999_600, "attackers_banned": 1,
         "attackers_banned_round_max": 3, "honest_banned": 0, "attackers_convicted": 0, "honest_failed": 0,
         "invariant_violations": 0,
     }
@@ -148,11 +151,28 @@ def test_each_attack_is_compared_with_the_clean_run_of_its_seed() -> None:
     assert unfinished["loss_over_clean"] is None, "a run that did not end is no success"
 
 
-def test_the_records_of_tools_attacks_hold_what_its_tables_show() -> None:
+def test_what_a_run_without_rounds_does_not_tell_is_null_and_not_said_to_be_small() -> None:
+    stopped = RunReport(1, Figures(), (), {}, {}, attacked=Attacked("slander", None, None, 7))
+    runs = [run(0, None, 2.0, 5.0), run(0, "slander", 3.0, 6.0), run(1, None, 1.0, 9.0), stopped]
+    found = summary("virtual", 5, runs, 1.0, lambda run: "")
+    names = ("loss_over_clean", "rounds_delayed_s_max", "memory_over_clean_max")
+    for each in (found, found["attacks"]["slander"]):
+        assert [each[name] for name in names] == [None, None, None]
+    assert found["attacks"]["slander"]["round_s_over_clean"] is None
+    (line,) = (each for each in lines(found) if each.startswith("slander: "))
+    assert line.startswith("slander: last round not reached, a run without a round, memory not measured, 0 attackers")
+
+
+def test_the_records_of_tools_attacks_hold_what_its_tables_show(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tool = runpy.run_path(str(ROOT / "tools" / "attacks"))
     runs = [run(0, None, 2.0, 5.0), run(0, "scale", 3.0, 6.0, 1)]
-    kept = [json.loads(json.dumps(tool["record_of"]("one", each.attacked.attack, each))) for each in runs if each.attacked]
+    named = zip(("none", "scale"), runs, strict=True)
+    kept = [json.loads(json.dumps(tool["record_of"]("one", attack, each))) for attack, each in named]
     assert attack_figures([tool["report_of"](each) for each in kept]) == attack_figures(runs)
+    for each in kept:
+        append_result(tmp_path / "results", each)
+    tool["table"](argparse.Namespace(results=tmp_path / "results"))
+    assert "| `scale` | 1 | 1.5 | +1.0 s | +20 % | +5 MB | 7 | 1 (3) | 0 | 0, 0 |" in capsys.readouterr().out
     wanted = tool["runs_of"](["one", "friends"], ["scale"], 2)
     assert [each[:3] for each in wanted] == [
         (setting, seed, attack) for seed in (0, 1) for attack in ("none", "scale") for setting in ("one", "friends")
@@ -176,6 +196,14 @@ def test_a_seed_with_an_attacker_replays_exactly_and_differs_from_the_clean_one(
     assert attacked(None).log != first.log
     assert first.attacked is not None
     assert first.attacked.loss is not None
+
+
+def test_memory_is_not_measured_in_a_run_that_ends_before_it_is_warm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(virtual, "STUCK_S", 2.0)
+    found = attacked("copy")
+    assert [violation.rule for violation in found.violations] == ["stuck"]
+    assert found.attacked is not None
+    assert found.attacked.memory_bytes is None
 
 
 @cache
@@ -237,7 +265,7 @@ def test_one_attacker_of_six_stops_nobody_and_has_nothing_of_its_own_decided(kin
 
 @pytest.mark.long
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("kind", ["coordinator", "elector", "turncoat"])
+@pytest.mark.parametrize("kind", sorted(kind for kind in KINDS if ATTACKS[kind].needs_seat))
 def test_two_lying_electors_of_seven_have_nothing_of_their_own_decided(
     kind: AttackKind, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -218,3 +218,13 @@ def test_on_cuda_the_planned_setup_stays_under_the_cap_and_near_the_prediction(b
     report = bench.bench_capped_step(config, 12 * 2**30, 5, torch.device("cuda"))
     assert report["peak_allocated_bytes"] <= 12 * 2**30
     assert report["peak_vs_predicted"] == pytest.approx(1, abs=0.1)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["attacks", "corpus", "pictures", "reliability"])
+def test_tools_go_on_in_the_environment_when_the_systems_python_runs_them(name: str) -> None:
+    python = Path(sys.base_prefix) / "bin" / "python3"
+    command = [str(python), str(ROOT / "tools" / name), "--help"]
+    told = subprocess.run(command, env={}, cwd="/", capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S, check=False)
+    assert told.stdout or told.stderr.startswith("error: ")
+    assert "ModuleNotFoundError" not in told.stderr

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 from collections import Counter
 from collections.abc import Collection, Coroutine
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeVar, cast
@@ -22,6 +23,8 @@ from hivemind.dht.validation import DHTRecord
 from hivemind.p2p import PeerID
 from hivemind.proto import dht_pb2
 from hivemind.utils import MSGPackSerializer
+from hypothesis import given
+from hypothesis import strategies as st
 
 from spes_p2p.net import dht_guard
 from spes_p2p.net.dht_guard import (
@@ -262,6 +265,77 @@ def test_requests_of_one_peer_have_a_rate_and_node_ids_are_not_chosen(tmp_path: 
             await node.guard.check(a, dht_pb2.PingRequest(peer=dht_pb2.NodeInfo(node_id=DHTID.generate().to_bytes())))
 
     run(main())
+
+
+# Any bytes --------------------------------------------------------------------------------------------------------------
+
+MSGPACK = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats() | st.text(max_size=9) | st.binary(max_size=9),
+    lambda items: st.lists(items, max_size=3) | st.dictionaries(st.text(max_size=3) | st.binary(max_size=3), items, max_size=3),
+).map(msgpack.packb)
+GARBAGE = MSGPACK | st.binary(max_size=60) | st.sampled_from([b"\xc1", b"\xdd\xff\xff\xff\xff", b"\x91" * 600, b"\xd7\xff" * 9])
+
+
+@st.composite
+def changed(draw: st.DrawFn, *honest: bytes | float) -> list[Any]:
+    """These fields of a record or a request, of which one may be any other."""
+    other = draw(st.integers(0, len(honest)))
+    return [draw(other_than(field)) if place == other else field for place, field in enumerate(honest)]
+
+
+@st.composite
+def other_than(draw: st.DrawFn, honest: bytes | float) -> bytes | float:
+    """Anything, or these bytes with a few of them replaced."""
+    if isinstance(honest, float):
+        return draw(st.floats() | st.floats(-200, 200).map(honest.__add__))
+    at = draw(st.integers(0, len(honest)))
+    return draw(GARBAGE | st.just(honest[:at] + draw(GARBAGE) + honest[at + draw(st.integers(0, 9)) :]))
+
+
+@pytest.fixture(scope="module")
+def lasting(tmp_path_factory: pytest.TempPathFactory) -> Node:
+    return Node(tmp_path_factory.mktemp("lasting"))
+
+
+@given(data=st.data())
+def test_whatever_a_record_is_only_what_its_owner_signed_for_here_is_taken(lasting: Node, data: st.DataObject) -> None:
+    signing, subkey = lasting.records, MSGPackSerializer.dumps(lasting.records.local_public_key)
+    bare = DHTRecord(*data.draw(changed(lasting.key, subkey, msgpack.packb(b"x"), get_dht_time() + 20)))
+    (value,) = data.draw(changed(signing.sign_value(bare)))
+    found = replace(bare, value=value, subkey=data.draw(st.sampled_from([bare.subkey] * 9 + [None])))
+
+    async def main() -> None:
+        if signing.validate(found):
+            assert (found.key, found.subkey, signing.strip_value(found)) == (lasting.key, subkey, bare.value)
+            assert isinstance(msgpack.unpackb(bare.value), bytes)
+            assert found.expiration_time <= get_dht_time() + MAX_TTL_S + 10
+
+    run(main())
+
+
+@given(data=st.data())
+def test_whatever_a_request_is_it_is_refused_or_has_only_its_sender_s_records(lasting: Node, data: st.DataObject) -> None:
+    sender, subkey = lasting.me.peer_id, MSGPackSerializer.dumps(lasting.records.local_public_key)
+    lasting.connected[sender] = ["/ip4/198.51.100.1/tcp/1"]
+    guard = DHTGuard(lasting.records, lasting._addresses)
+    guard.node = lasting.guard.node
+    honest = lasting.key, subkey, b"x", get_dht_time() + 20
+    rows = data.draw(st.lists(changed(*honest), min_size=1, max_size=5))
+    keys, subkeys, values, expires = zip(*rows, strict=True)
+    asker = data.draw(st.none() | changed(node_id_of(sender).to_bytes()).map(lambda drawn: drawn[0]))
+    peer = None if asker is None else dht_pb2.NodeInfo(node_id=asker)
+    request = dht_pb2.StoreRequest(
+        keys=keys, subkeys=subkeys[data.draw(st.sampled_from([0] * 9 + [1])) :], values=values, expiration_time=expires,
+        in_cache=[data.draw(st.sampled_from([False] * 9 + [True]))] * len(rows), peer=peer,
+    )
+    for each in (request, dht_pb2.FindRequest(keys=keys, peer=peer), dht_pb2.PingRequest(peer=peer)):
+        with contextlib.suppress(ValueError):
+            run(guard.check(sender, each))
+            assert asker in (None, b"", node_id_of(sender).to_bytes())
+            if each is request:
+                assert {*keys} <= {lasting.key}
+                assert {*subkeys} <= {subkey}
+                assert all(expires_at <= get_dht_time() + MAX_TTL_S + 10 for expires_at in expires)
 
 
 @pytest.mark.network

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterable
 from typing import Any
 
 import pytest
@@ -17,7 +17,7 @@ from spes_p2p.errors import PeerUnreachable, Refused
 from spes_p2p.messages.framing import Kind
 from spes_p2p.messages.methods import METHODS
 from spes_p2p.net.contacts import registry_key
-from spes_p2p.net.shares import HELD_BY_OUTSIDERS, HELD_PER_PEER
+from spes_p2p.net.shares import HELD_PER_PEER, HELD_PER_STRANGER, STREAMS_PER_OUTSIDER
 from spes_p2p.testing.memory_network import Frame, MemoryChannel
 from spes_p2p.testing.simulate.swarm import VirtualSwarm, campaign
 from spes_p2p.testing.virtual_loop import VirtualLoop
@@ -28,6 +28,7 @@ OPEN_CHANNELS = 50
 FAST = settings(deadline=None, phases=(Phase.explicit, Phase.reuse, Phase.generate))
 """Without shrinking, each step of which is a swarm."""
 KINDS = st.sampled_from([*Kind, 77, 200]) | st.integers(0, 255)
+LONG = sorted(name for name, method in METHODS.items() if method.request_bytes >= HELD_PER_STRANGER)
 HEADS = [b"\xdd\xff\xff\xff\xff", b"\x91" * 3000, b"\xc6\x7f\xff\xff\xff", bytes(2**16 + 1)]
 GARBAGE = st.binary(max_size=200) | st.sampled_from(HEADS)
 
@@ -79,6 +80,19 @@ class HostilePeers(RuleBasedStateMachine):
         while len(self.channels) > OPEN_CHANNELS:
             self.run(_abort(self.channels.pop(0)))
 
+    @rule(who=st.sampled_from([OUTSIDER, MEMBER]), to=st.sampled_from([*HONEST, "W"]), method=st.sampled_from(LONG))
+    def flood(self, who: str, to: str, method: str) -> None:
+        """Send the longest request of a method in many streams at once."""
+        body = bytes(METHODS[method].request_bytes)
+
+        async def send() -> None:
+            with contextlib.suppress(PeerUnreachable, Refused, asyncio.TimeoutError):
+                channel = await self.transports[who].open(to, method)
+                self.channels.append(channel)
+                await asyncio.wait_for(channel.send(body), 1.0)
+
+        self.run(_all(send() for _ in range(STREAMS_PER_OUTSIDER)))
+
     @rule(place=st.integers(0, OPEN_CHANNELS), body=GARBAGE, kind=KINDS)
     def send_garbage(self, place: int, body: bytes, kind: int) -> None:
         """Send any bytes as any kind."""
@@ -124,10 +138,10 @@ class HostilePeers(RuleBasedStateMachine):
 
     @invariant()
     def memory_is_bounded(self) -> None:
-        """What waits to be read stays within the shares of outsiders and of one member."""
+        """What waits to be read stays within the shares of one outsider and of one member."""
         for name in (*HONEST, "W"):
             held = self.swarm.nodes[name].endpoint.shares._held
-            assert held[OUTSIDER] <= HELD_BY_OUTSIDERS
+            assert held[OUTSIDER] <= HELD_PER_STRANGER
             assert held[MEMBER] <= HELD_PER_PEER
 
     def teardown(self) -> None:
@@ -152,6 +166,10 @@ class HostilePeers(RuleBasedStateMachine):
                 self.run(asyncio.wait_for(channel.send(body, kind=kind), 1.0))
 
 
+async def _all(sending: Iterable[Coroutine[Any, Any, None]]) -> None:
+    await asyncio.gather(*sending)
+
+
 async def _abort(channel: MemoryChannel) -> None:
     channel.abort()
 
@@ -170,7 +188,7 @@ class Errors(logging.Handler):
 
 @pytest.mark.long
 def test_a_live_peer_goes_on_whatever_it_is_sent() -> None:
-    run_state_machine_as_test(HostilePeers, settings=settings(FAST, max_examples=3, stateful_step_count=STEPS))
+    run_state_machine_as_test(HostilePeers, settings=settings(FAST, max_examples=6, stateful_step_count=STEPS))
 
 
 @pytest.mark.slow

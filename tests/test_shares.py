@@ -31,6 +31,8 @@ from spes_p2p.net.rpc import BUSY_SILENCES, OUTSIDER_SILENCES, RpcEndpoint, Stre
 from spes_p2p.net.shares import (
     ANSWERS_BITS,
     FRAME_COST,
+    GREEDY_STRANGERS,
+    HELD_BY_OUTSIDERS,
     HELD_PER_PEER,
     HELD_PER_STRANGER,
     OUTSIDER_BITS,
@@ -39,6 +41,7 @@ from spes_p2p.net.shares import (
     STREAM_COST,
     STREAMS_OF_OUTSIDERS,
     STREAMS_PER_OUTSIDER,
+    STREAMS_PER_PEER,
     Place,
     Shares,
 )
@@ -527,6 +530,25 @@ def test_a_promise_of_bytes_takes_no_memory() -> None:
     asyncio.run(main())
 
 
+def test_the_bytes_held_for_outsiders_are_bounded_each_and_in_all() -> None:
+    async def main() -> None:
+        shares = Shares(SILENCE_S, lambda: 1e9)
+        shares.is_known = lambda peer: False
+        for i in range(HELD_BY_OUTSIDERS // HELD_PER_STRANGER - 1):
+            await shares.hold(f"X{i}", HELD_PER_STRANGER)
+        waiting = [asyncio.ensure_future(shares.hold("X0", 1))]
+        await asyncio.sleep(1)
+        await asyncio.wait_for(shares.hold("Y", HELD_PER_STRANGER // 2), 1)
+        await asyncio.wait_for(shares.hold("Z", HELD_PER_STRANGER // 2), 1)
+        waiting.append(asyncio.ensure_future(shares.hold("Z", 1)))
+        await asyncio.sleep(1)
+        assert not any(each.done() for each in waiting)
+        shares.release("X0", HELD_PER_STRANGER)
+        await asyncio.wait_for(asyncio.gather(*waiting), 1)
+
+    run_virtual(main())
+
+
 @pytest.mark.parametrize(("is_vouched", "most"), [(True, HELD_PER_PEER), (False, HELD_PER_STRANGER)])
 def test_the_bytes_held_for_a_member_are_bounded_and_free_again_when_its_streams_end(is_vouched: bool, most: int) -> None:
     async def main() -> None:
@@ -542,6 +564,35 @@ def test_the_bytes_held_for_a_member_are_bounded_and_free_again_when_its_streams
         await asyncio.wait_for(waiting, 1)
 
     run_virtual(main())
+
+
+def test_members_for_whom_the_owner_does_not_vouch_have_one_account_and_keep_nobody_waiting() -> None:
+    async def main() -> None:
+        shares = Shares(SILENCE_S, lambda: 1e9)
+        shares.is_trusted = lambda peer: peer == "vouched"
+        greedy = [f"greedy {i}" for i in range(GREEDY_STRANGERS)]
+        for name in greedy:
+            await shares.hold(name, HELD_PER_STRANGER)
+        await asyncio.wait_for(shares.hold("honest", 2**20), 1)  # its frames come one at a time
+        waiting = asyncio.ensure_future(shares.hold("honest", 1))
+        await asyncio.wait_for(shares.hold("vouched", HELD_PER_PEER), 1)
+        await asyncio.sleep(1)
+        assert not waiting.done()
+        shares.release(greedy[0], HELD_PER_STRANGER)
+        shares.release("honest", 2**20)
+        await asyncio.wait_for(waiting, 1)
+
+    run_virtual(main())
+
+
+def test_streams_of_members_for_whom_the_owner_does_not_vouch_are_capped_in_all_and_those_with_most_give_way() -> None:
+    shares = Shares(SILENCE_S, lambda: 1e9)
+    shares.is_trusted = lambda peer: peer == "vouched"
+    assert all(shares.enter(f"greedy {i}") for i in range(GREEDY_STRANGERS) for _ in range(STREAMS_PER_PEER))
+    assert all(shares.enter(peer) for peer in ("honest", "vouched") for _ in range(100))
+    shown = {peer: len(places) for peer, places in shares._places.items()}
+    assert (shown.pop("vouched"), shown["honest"]) == (100, 100)
+    assert sum(shown.values()) == GREEDY_STRANGERS * STREAMS_PER_PEER
 
 
 def test_a_swarm_s_members_are_no_outsiders_to_each_other() -> None:

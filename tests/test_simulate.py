@@ -38,12 +38,12 @@ from spes_p2p.rounds.ownership import Owners, assign_experts
 from spes_p2p.rounds.parts import Part
 from spes_p2p.testing.attacks.kinds import KINDS as ATTACK_KINDS
 from spes_p2p.testing.simulate import virtual
-from spes_p2p.testing.simulate.audit import Audit
+from spes_p2p.testing.simulate.audit import Audit, Figures
 from spes_p2p.testing.simulate.churn import absences
-from spes_p2p.testing.simulate.command import simulate_virtual
+from spes_p2p.testing.simulate.command import simulate_processes, simulate_virtual
 from spes_p2p.testing.simulate.faults import KINDS, Fault, SwarmView, random_fault
 from spes_p2p.testing.simulate.points import POINTS
-from spes_p2p.testing.simulate.report import RunReport, beyond_training
+from spes_p2p.testing.simulate.report import Attacked, RunReport, beyond_training
 from spes_p2p.testing.simulate.scenario import BOOTSTRAP, MachineSettings, Scenario, load_scenario, peer_names
 from spes_p2p.testing.simulate.swarm import VirtualSwarm
 from spes_p2p.testing.simulate.virtual import QUIET_ROUNDS, SILENCE_S, run_seed, run_seeds
@@ -419,6 +419,20 @@ def test_progress_says_of_which_runs_the_rounds_are(monkeypatch: pytest.MonkeyPa
         with pytest.raises(UserError, match="no run is needed"):
             simulate_virtual(None, {"rounds": 4, **options}, range(2), 1, None, shown)
     assert told == ["simulating 2 runs of 4 rounds", f"simulating {2 * (1 + len(ATTACK_KINDS))} runs of 4 rounds"]
+
+
+def test_kinds_of_attacks_that_take_too_many_processes_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def done(scenario: Scenario, *rest: Any) -> tuple[RunReport, list[dict[str, float]]]:
+        return RunReport(0, Figures(), (), {}, {}, attacked=Attacked(scenario.attack, None, None)), []
+
+    monkeypatch.setattr("spes_p2p.testing.simulate.processes.run_processes", done)
+    monkeypatch.setattr("spes_p2p.client.local_swarm.check_memory", lambda *given: None)
+    (tmp_path / "run").mkdir()
+    for attacks, left_out in ((["all"], ["sybils", "slander"]), (["scale"], [])):
+        options = {"peers": 3, "attackers": 1, "attacks": attacks, "rounds": 4}
+        found, told = simulate_processes(None, options, 0, None, tmp_path / "run", unseen)
+        assert found["attacks_left_out"] == left_out
+        assert any("left out" in line and "sybils, slander" in line for line in told) == bool(left_out)
 
 
 def test_an_event_log_that_cannot_be_written_is_refused_before_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,18 +3,47 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+from exchange_round import commit_before, make_plan_of, member
 
+from spes_p2p.campaign.files import read_campaign
 from spes_p2p.consensus.output import LOG
-from spes_p2p.messages.codec import unpack
-from spes_p2p.messages.consensus import CertifiedCommit, Commit
+from spes_p2p.messages.codec import pack, unpack
+from spes_p2p.messages.consensus import Ballot, CertifiedCommit, Commit, Verdict
 from spes_p2p.observe.events import BaseRestored, DigestMismatch, RoundCommitted
+from spes_p2p.storage.store import frame_record
+from spes_p2p.testing.simulate import processes
 from spes_p2p.testing.simulate.audit import Audit
+from spes_p2p.testing.simulate.campaign_files import write_campaign
 from spes_p2p.testing.simulate.decisions import Held, compare
+from spes_p2p.testing.simulate.process_swarm import Process
+from spes_p2p.testing.simulate.scenario import AUDITED_SHARE, Scenario, peer_names
 from spes_p2p.testing.simulate.swarm import VirtualSwarm, campaign, simulate
 
 Run = tuple[dict[str, list[Commit]], list[Held]]
+
+
+def test_what_audits_and_proofs_found_is_read_from_the_logs_of_processes(tmp_path: Path) -> None:
+    scenario = Scenario(peer_names(3), 2, attackers=1, attacks=("copy",), attack="copy", admission="open")
+    config = write_campaign(tmp_path / "campaign", scenario, 0)
+    assert read_campaign(config).campaign.config.sync.audited_share == AUDITED_SHARE
+    run = processes._Run(scenario, config, tmp_path, 0, None, lambda done, total: None)
+    first = commit_before(make_plan_of([member(peer, 100, ()) for peer in ("A", "B", "X")]))
+    failed = (Verdict("A", "X", 1, False), Verdict("A", "B", 1, False), Verdict("B", "A", 1, True))
+    log = [first, replace(first, round=1, verdicts=failed, convicted=(2,)), replace(first, round=2, excluded=("X",))]
+    for name in ("A", "B", "X"):
+        run._swarm.peers[name] = Process(name, tmp_path / name, name, None)  # type: ignore[arg-type]
+        (tmp_path / name).mkdir()
+    run._audit.liars = frozenset("X")
+    (tmp_path / "A" / LOG).write_bytes(
+        b"".join(frame_record(pack(CertifiedCommit(commit, Ballot(0, "A"), ()))) for commit in log)
+    )
+    found, _ = run.result()
+    assert found.attacked is not None
+    assert (found.attacked.attackers_convicted, found.attacked.honest_failed) == (1, 1)
+    assert (found.attacked.attackers_banned, found.attacked.honest_banned, found.attacked.banned_round) == (1, 0, 2)
 
 
 def logs_and_bases(swarm: VirtualSwarm, names: str) -> Run:

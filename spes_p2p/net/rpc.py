@@ -422,7 +422,7 @@ class RpcEndpoint:
             channel.abort()
             return
         stream = self._stream(channel, method, is_answer=False)
-        place.end = partial(stream.break_off, PeerUnreachable(f"{channel.remote[-6:]} makes room for other newcomers"))
+        place.end = partial(stream.break_off, PeerUnreachable(f"{channel.remote[-6:]} makes room for others"))
         stream.expect_request()
         try:
             await self.shares.own_pace(channel.remote, STREAM_COST)  # also of a stream that broke: its place is taken so long

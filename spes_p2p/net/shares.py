@@ -1,7 +1,8 @@
 """What each other peer takes of this one: open streams, bytes that wait to be read, and for outsiders also pace.
 
 An outsider is a peer that neither the last commit nor an open plan names. Anybody can be as many outsiders as they like, so
-what they take together is bounded too, below what slows a round. A frame's memory is charged before its body is read, its pace
+what they take together is bounded too, below what slows a round; and so is what all members of an open campaign take for which
+the owner does not vouch. A frame's memory is charged before its body is read, its pace
 once it is there: nobody takes the time of others by promising bytes.
 """
 
@@ -30,6 +31,9 @@ HELD_PER_STRANGER = 2**22
 """The same for an outsider, and for a member for which the owner does not vouch."""
 HELD_BY_OUTSIDERS = 2**26
 """The same for all outsiders together."""
+GREEDY_STRANGERS = 2**6
+"""Members for which the owner does not vouch have, together, the streams and bytes of this many at their limits: 2**14 streams,
+and 256 MiB beside one frame of each. Honest members use little of that."""
 OUTSIDER_FRAME_BYTES = 2**16
 """The longest frame that an outsider may send here, whatever its method allows: the announcement of a joiner fits."""
 OUTSIDER_BITS, OUTSIDERS_BITS, OUTSIDERS_BURST_S = 8 * 2**14, 8 * 2**16, 4.0
@@ -76,6 +80,8 @@ class Shares:
         self._held: Counter[str] = Counter()
         self._outsiders: set[str] = set()
         """Peers with open streams or held bytes that were outsiders when they came."""
+        self._strange_members: set[str] = set()
+        """The same of members for which the owner does not vouch."""
         self._freed = asyncio.Event()
         self._pace: dict[str, Pacer] = {}
         self._member_pace: dict[str, Pacer] = {}
@@ -88,13 +94,15 @@ class Shares:
     def enter(self, peer: str) -> Place | None:
         """Count a stream that this peer opened; None when it has too many.
 
-        Where all outsiders have too many, one that has more than this peer loses its last.
+        Where all outsiders have too many, or all members for which the owner does not vouch, one that has more than this peer
+        loses its last.
         """
-        is_known, own = self.is_known(peer), len(self._places.get(peer, ()))
+        is_known, own, crowd = self.is_known(peer), len(self._places.get(peer, ())), self._crowd(peer)
         if own >= (STREAMS_PER_PEER if is_known else STREAMS_PER_OUTSIDER):
             return None
-        if not is_known and sum(len(self._places.get(each, ())) for each in self._outsiders) >= STREAMS_OF_OUTSIDERS:
-            greediest = max(self._outsiders, key=lambda each: len(self._places.get(each, ())))
+        most = GREEDY_STRANGERS * STREAMS_PER_PEER if is_known else STREAMS_OF_OUTSIDERS
+        if sum(len(self._places.get(each, ())) for each in crowd) >= most:
+            greediest = max(crowd, key=lambda each: len(self._places.get(each, ())))
             if len(self._places[greediest]) <= own + 1:
                 return None
             last = self._places[greediest][-1]
@@ -172,20 +180,28 @@ class Shares:
             raise
 
     def _is_full(self, peer: str, size: int) -> bool:
-        if self.is_known(peer):
-            return self._held[peer] + size > (HELD_PER_PEER if self.is_trusted(peer) else HELD_PER_STRANGER)
-        held = sum(self._held[each] for each in self._outsiders)
-        return self._held[peer] + size > HELD_PER_STRANGER or held + size > HELD_BY_OUTSIDERS
+        is_known = self.is_known(peer)
+        if is_known and self.is_trusted(peer):
+            return self._held[peer] + size > HELD_PER_PEER
+        held = sum(self._held[each] for each in self._crowd(peer))
+        most = GREEDY_STRANGERS * HELD_PER_STRANGER if is_known else HELD_BY_OUTSIDERS
+        return self._held[peer] + size > HELD_PER_STRANGER or held + size > most
+
+    def _crowd(self, peer: str) -> set[str]:
+        """Return the peers that share an account with this one: none where the owner vouches for it."""
+        if not self.is_known(peer):
+            return self._outsiders
+        return set() if self.is_trusted(peer) else self._strange_members
 
     def _see(self, peer: str) -> None:
-        if not self.is_known(peer):
-            self._outsiders.add(peer)
+        self._crowd(peer).add(peer)
 
     def _forget_if_gone(self, peer: str) -> None:
         if not self._places.get(peer) and self._held[peer] <= 0:
             self._places.pop(peer, None)
             del self._held[peer]
             self._outsiders.discard(peer)
+            self._strange_members.discard(peer)
 
 
 def _pacer(paces: dict[str, Pacer], peer: str, bits_per_s: float) -> Pacer:

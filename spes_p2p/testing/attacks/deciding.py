@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, cast
@@ -37,6 +38,8 @@ HIGH = 2**31
 """A ballot number that outbids honest ones, within what electors take at once."""
 HELD_HEARTBEAT_S = 0.5
 """Heartbeats of a stream that a silent coordinator holds."""
+MOST_BIDS = 20
+"""Against one coordinator in one round; an honest one prepares a few ballots."""
 OTHER_LIFE = "1" * 16
 """An incarnation that no vote file has."""
 
@@ -219,11 +222,15 @@ class LyingElector(Tamper):
 
 
 class Outbidding(Tamper):
-    """An elector that asks all others to promise a higher ballot of its own whenever a coordinator asks it for a promise."""
+    """An elector that asks all others to promise a higher ballot of its own whenever a coordinator asks it for a promise, up to
+    MOST_BIDS times in a round: two of them would outbid each other for ever.
+    """
 
     def __init__(self, world: World):
         self._world = world
         self._electors: tuple[str, ...] = ()
+        self._bids: Counter[tuple[int, str]] = Counter()
+        """By round and coordinator."""
         self._tasks: set[asyncio.Task[None]] = set()
 
     def receive(self, frame: Frame) -> Frame:
@@ -239,6 +246,10 @@ class Outbidding(Tamper):
         return decided
 
     def _outbid(self, asked: Prepare) -> Prepare:
+        coordinator = asked.round, asked.ballot.coordinator
+        self._bids[coordinator] += 1
+        if self._bids[coordinator] > MOST_BIDS:
+            return asked
         ballot = Ballot(asked.ballot.number + 1, self._world.transport.peer_id)
         for elector in set(self._electors) - {self._world.transport.peer_id}:
             self.tell(f"prepare {ballot.number} {elector}")

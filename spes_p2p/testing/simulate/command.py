@@ -80,7 +80,8 @@ def simulate_processes(
     from spes_p2p.testing.simulate.process_injector import possible
     from spes_p2p.testing.simulate.processes import run_processes
 
-    scenario = possible(load_scenario(path, options))
+    wanted = load_scenario(path, options)
+    scenario = possible(wanted)
     if config is not None:
         read_campaign(config)
     if config is not None and scenario.overlap:
@@ -103,6 +104,8 @@ def simulate_processes(
     replay = partial(_replay, "--processes", path, options)
     made = summary("processes", len(scenario.peer_names), [run for run, _ in found], time.monotonic() - started, replay)
     made["val_losses"] = found[0][1]
+    if scenario.attackers:
+        made["attacks_left_out"] = [kind for kind in wanted.attacks if kind not in scenario.attacks]
     (run_dir / "summary.json").write_text(json.dumps(made, indent=2) + "\n")
     return made, lines(made)
 

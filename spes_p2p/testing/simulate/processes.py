@@ -20,7 +20,7 @@ from spes_p2p.testing.simulate.decisions import Held, commits_of, compare
 from spes_p2p.testing.simulate.namespaces import Namespaces
 from spes_p2p.testing.simulate.process_injector import ProcessInjector
 from spes_p2p.testing.simulate.process_swarm import POLL_S, Process, ProcessSwarm
-from spes_p2p.testing.simulate.report import Attacked, RunReport, banned_in, first_ban
+from spes_p2p.testing.simulate.report import Attacked, RunReport, found_out
 from spes_p2p.testing.simulate.scenario import Scenario
 from spes_p2p.testing.simulate.trial_peer import LIES_FILE
 
@@ -115,16 +115,13 @@ class _Run:
         return report, losses
 
     def _attacked(self) -> Attacked:
-        honest, liars = self._swarm.honest(), self._audit.liars
-        commits = [commit for peer in honest for commit in commits_of(peer.folder)]
-        banned = banned_in(commit for peer in honest for commit in commits_of(peer.folder)[-1:])
+        honest = self._swarm.honest()
         told = [self._swarm.peers[name].folder / LIES_FILE for name in self._scenario.liars if name in self._swarm.peers]
         return Attacked(
             self._scenario.attack, self._losses.get(self._scenario.rounds),
-            max(peer.memory_most - peer.memory_before for peer in honest),
+            max((peer.memory_most - peer.memory_before for peer in honest if peer.memory_before), default=None),
             sum(len(path.read_text().splitlines()) for path in told if path.exists()),
-            attackers_banned=len(banned & liars), honest_banned=len(banned - liars),
-            banned_round=first_ban(commits, liars),
+            **found_out((commits_of(peer.folder) for peer in honest), self._audit.liars),
         )
 
     def _until(self, condition: Callable[[], bool]) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import operator
 import statistics
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -11,6 +12,7 @@ from typing import Any
 
 from spes_p2p.messages.consensus import Commit
 from spes_p2p.observe.units import counted
+from spes_p2p.rounds.audits import convicted_in
 from spes_p2p.testing.attacks.kinds import AttackKind
 from spes_p2p.testing.simulate.audit import Figures, Violation
 
@@ -22,9 +24,9 @@ class Attacked:
     attack: AttackKind | None
     loss: float | None
     """Held-out loss of the base of the scenario's last round, in nats a token; None when it was not reached."""
-    memory_bytes: int
-    """Growth of the resident memory during the run: of the simulating process with all peers, or of the honest peer whose
-    processes grew most."""
+    memory_bytes: int | None
+    """Growth of the resident memory after the first rounds: of the simulating process with all peers, or of the honest peer
+    whose processes grew most. None when the run did not get past these rounds."""
     lies: int = 0
     """Lies that attackers told, or attacks that they made; 0 would mean that nothing was tried."""
     attackers_banned: int = 0
@@ -37,14 +39,25 @@ class Attacked:
     """The first round whose commit excludes an attacker."""
 
 
-def first_ban(commits: Iterable[Commit], liars: Collection[str]) -> int | None:
-    """Return the first round whose commit excludes one of these peers; None when none does."""
-    return min((each.round for each in commits if not banned_in([each]).isdisjoint(liars)), default=None)
+def found_out(logs: Iterable[Sequence[Commit]], liars: Collection[str]) -> dict[str, Any]:
+    """Return the fields of `Attacked` that commits tell. `logs`: those of each honest peer, in order."""
+    known = [log for log in logs if log]
+    commits = [each for log in known for each in log]
+    banned = {peer for log in known for peer in _banned_in(log[-1])}
+    convicted = {peer for each in commits for peer in convicted_in(each)}
+    failed = {verdict.peer for each in commits for verdict in each.verdicts if not verdict.passed}
+    return {
+        "attackers_banned": len(banned.intersection(liars)),
+        "honest_banned": len(banned.difference(liars)),
+        "attackers_convicted": len(convicted.intersection(liars)),
+        "honest_failed": len(failed.difference(liars)),
+        "banned_round": min((each.round for each in commits if not _banned_in(each).isdisjoint(liars)), default=None),
+    }
 
 
-def banned_in(commits: Iterable[Commit]) -> set[str]:
-    """Return the peers that these commits exclude by proof or by the owner's order."""
-    return {peer for each in commits for peer in (*each.excluded, *(each.control.banned if each.control else ()))}
+def _banned_in(commit: Commit) -> set[str]:
+    """Return the peers that a commit excludes by proof or by the owner's order."""
+    return {*commit.excluded, *(commit.control.banned if commit.control else ())}
 
 
 @dataclass(frozen=True)
@@ -139,41 +152,41 @@ def attack_figures(runs: Sequence[RunReport]) -> dict[str, Any]:
         if run.attacked is not None and run.attacked.attack is not None:
             by_kind.setdefault(run.attacked.attack, []).append(run)
     attacks = {kind: _attack([(run, clean[run.seed]) for run in of_kind]) for kind, of_kind in by_kind.items()}
-    losses = [each["loss_over_clean"] for each in attacks.values()]
     return {
         "attacks": attacks,
         "attackers_banned": sum(each["attackers_banned"] for each in attacks.values()),
         "honest_banned": sum(each["honest_banned"] for each in attacks.values()),
         "attackers_convicted": sum(each["attackers_convicted"] for each in attacks.values()),
         "honest_failed": sum(each["honest_failed"] for each in attacks.values()),
-        "loss_over_clean": None if None in losses else max(losses),
-        "rounds_delayed_s_max": max(each["rounds_delayed_s_max"] for each in attacks.values()),
-        "memory_over_clean_max": max(each["memory_over_clean_max"] for each in attacks.values()),
+        **{
+            name: _worst([each[name] for each in attacks.values()])
+            for name in ("loss_over_clean", "rounds_delayed_s_max", "memory_over_clean_max")
+        },
     }
 
 
 def _attack(pairs: Sequence[tuple[RunReport, RunReport]]) -> dict[str, Any]:
     """Return the figures of one kind. `pairs`: each attacked run, and that of the same seed without attack."""
-    ratios, delays, growths, banned, honest = list[float | None](), list[float](), list[int](), 0, 0
-    slower = list[float]()
+    ratios, delays, growths, banned, honest = list[float | None](), list[float | None](), list[float | None](), 0, 0
+    slower = list[float | None]()
     for run, before in pairs:
         assert run.attacked is not None
         assert before.attacked is not None
-        known = run.attacked.loss is not None and before.attacked.loss is not None
-        ratios.append(run.attacked.loss / before.attacked.loss if known else None)  # type: ignore[operator]
-        delays.append(max(run.figures.round_s, default=0.0) - max(before.figures.round_s, default=0.0))
-        if run.figures.round_s and before.figures.round_s:
-            slower.append(statistics.mean(run.figures.round_s) / statistics.mean(before.figures.round_s))
-        growths.append(run.attacked.memory_bytes - before.attacked.memory_bytes)
+        ratios.append(_both(operator.truediv, run.attacked.loss, before.attacked.loss))
+        growths.append(_both(operator.sub, run.attacked.memory_bytes, before.attacked.memory_bytes))
+        times, times_before = run.figures.round_s, before.figures.round_s
+        delays.append(_both(operator.sub, max(times, default=None), max(times_before, default=None)))
+        means = (statistics.mean(each) if each else None for each in (times, times_before))
+        slower.append(_both(operator.truediv, *means))
         banned += run.attacked.attackers_banned
         honest += run.attacked.honest_banned
     bans = [run.attacked.banned_round for run, _ in pairs if run.attacked is not None]
     return {
         "lies": sum(run.attacked.lies for run, _ in pairs if run.attacked is not None),
-        "loss_over_clean": None if None in ratios else round(max(ratio for ratio in ratios if ratio is not None), 4),
-        "rounds_delayed_s_max": round(max(delays), 3),
-        "round_s_over_clean": round(max(slower), 3) if slower else None,
-        "memory_over_clean_max": max(growths),
+        "loss_over_clean": _worst(ratios, 4),
+        "rounds_delayed_s_max": _worst(delays),
+        "round_s_over_clean": _worst(slower),
+        "memory_over_clean_max": _worst(growths),
         "attackers_banned": banned,
         "attackers_banned_round_max": max((number for number in bans if number is not None), default=None),
         "honest_banned": honest,
@@ -181,6 +194,16 @@ def _attack(pairs: Sequence[tuple[RunReport, RunReport]]) -> dict[str, Any]:
         "honest_failed": sum(each.attacked.honest_failed for pair in pairs for each in pair if each.attacked is not None),
         "invariant_violations": sum(len(run.violations) for run, _ in pairs),
     }
+
+
+def _both(compare: Callable[[float, float], float], one: float | None, other: float | None) -> float | None:
+    return None if one is None or other is None else compare(one, other)
+
+
+def _worst(values: Sequence[float | None], digits: int = 3) -> float | None:
+    """Return the greatest value; None when one is unknown, since that run may be the worst."""
+    known = [value for value in values if value is not None]
+    return round(max(known), digits) if known and len(known) == len(values) else None
 
 
 def lines(found: dict[str, Any]) -> list[str]:
@@ -200,13 +223,16 @@ def lines(found: dict[str, Any]) -> list[str]:
         if found[f"{name}_max"] is not None:
             shown.append(f"{found[f'{name}_median']:g} (worst {found[f'{name}_max']:g}) {unit}")
     for kind, each in found.get("attacks", {}).items():
-        ratio = each["loss_over_clean"]
+        ratio, delay_s, grown = (each[name] for name in ("loss_over_clean", "rounds_delayed_s_max", "memory_over_clean_max"))
         loss = "last round not reached" if ratio is None else f"loss {ratio:.3f} of the clean run's"
+        slowest = "a run without a round" if delay_s is None else f"slowest round {delay_s:+.1f} s"
+        memory = "memory not measured" if grown is None else f"memory {grown / 2**20:+.0f} MiB"
         shown.append(
-            f"{kind}: {loss}, slowest round {each['rounds_delayed_s_max']:+.1f} s, "
-            f"memory {each['memory_over_clean_max'] / 2**20:+.0f} MiB, {each['attackers_banned']} attackers and "
+            f"{kind}: {loss}, {slowest}, {memory}, {each['attackers_banned']} attackers and "
             f"{each['honest_banned']} others banned, {each['attackers_convicted']} and {each['honest_failed']} failed audits"
         )
+    if found.get("attacks_left_out"):
+        shown.append(f"left out, since they take too many processes: {', '.join(found['attacks_left_out'])}; use --virtual")
     shown.append(f"invariant violations: {found['invariant_violations']}")
     for each in found["violations"][:20]:
         shown.append(f"seed {each['seed']}, {each['time_s']:.1f} s: {each['rule']}: {each['detail']}")

@@ -28,6 +28,8 @@ from spes_p2p.testing.simulate.points import IMMEDIATELY, known_point
 BOOTSTRAP = "bootstrap"
 WARM_ROUNDS = 2
 """Rounds after which the growth of memory counts: the first ones load libraries."""
+AUDITED_SHARE = 0.5
+"""Of an open campaign. Runs have too few rounds for the default."""
 OPTIONS = {"kinds": "faults"}
 """Options whose names differ from their fields."""
 DEFAULT_SECONDS = 10.0

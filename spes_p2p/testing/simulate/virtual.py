@@ -43,7 +43,6 @@ from spes_p2p.observe.events import (
 )
 from spes_p2p.peer.life import Peer
 from spes_p2p.peer.reporter import BYTES_BY_KIND
-from spes_p2p.rounds.audits import convicted_in
 from spes_p2p.rounds.digest import state_digest
 from spes_p2p.testing.attacks.kinds import ATTACKS, Attack
 from spes_p2p.testing.attacks.tamper import Liar
@@ -53,16 +52,14 @@ from spes_p2p.testing.simulate.audit import Audit
 from spes_p2p.testing.simulate.churn import keep_churning
 from spes_p2p.testing.simulate.injector import Injector, now
 from spes_p2p.testing.simulate.points import point_of_event, point_of_write
-from spes_p2p.testing.simulate.report import Attacked, RunReport, banned_in, first_ban
-from spes_p2p.testing.simulate.scenario import BOOTSTRAP, WARM_ROUNDS, Scenario, bytes_per_s, runs_of
+from spes_p2p.testing.simulate.report import Attacked, RunReport, found_out
+from spes_p2p.testing.simulate.scenario import AUDITED_SHARE, BOOTSTRAP, WARM_ROUNDS, Scenario, bytes_per_s, runs_of
 from spes_p2p.testing.simulate.swarm import EXPERTS, LAYOUT, VirtualSwarm, campaign
 from spes_p2p.testing.simulate.work import ROUNDING, Work
 from spes_p2p.testing.virtual_loop import run_virtual, running_peer
 
 SYNC_STEPS = 4
 SILENCE_S, REFORM_AFTER_S = 5.0, 30.0
-AUDITED_SHARE = 0.5
-"""Of an open campaign. Runs have too few rounds for the default."""
 STUCK_S, STUCK_PHASES = 400.0, 4
 """A living trainer is stuck if it commits no round for this long, or for so many phases, without a fault."""
 QUIET_ROUNDS = 3
@@ -182,8 +179,10 @@ class _Run:
         """The base of the scenario's last round."""
         self._collected_at = 0
         """Faults that had struck when garbage was collected last."""
-        self._memory_before = self._memory_bytes = 0
-        """Resident memory after the first rounds, which load libraries, and the most since."""
+        self._memory_before: int | None = None
+        """Resident memory after the first rounds, which load libraries; None before."""
+        self._memory_bytes = 0
+        """The most that was seen."""
 
     async def main(self) -> None:
         """Start all peers, let the faults strike, lift them, and wait until all peers have continued."""
@@ -222,16 +221,9 @@ class _Run:
 
         base, config = self._last_base, self._swarm.campaign.config
         loss = None if base is None else held_out_loss(config, self._seed, base)
-        banned = banned_in(peer.node.log.last for _, peer in self._honest())
-        commits = [decided.commit for _, peer in self._honest() for decided in peer.node.log.since(-1)]
-        convicted = {peer for commit in commits for peer in convicted_in(commit)}
-        failed = {each.peer for commit in commits for each in commit.verdicts if not each.passed}
-        return Attacked(
-            self._scenario.attack, loss, self._memory_bytes - self._memory_before, self._lies,
-            attackers_banned=len(banned & self._liars), honest_banned=len(banned - self._liars),
-            attackers_convicted=len(convicted & self._liars), honest_failed=len(failed - self._liars),
-            banned_round=first_ban(commits, self._liars),
-        )
+        logs = ([decided.commit for decided in peer.node.log.since(-1)] for _, peer in self._honest())
+        grown = None if self._memory_before is None else self._memory_bytes - self._memory_before
+        return Attacked(self._scenario.attack, loss, grown, self._lies, **found_out(logs, self._liars))
 
     def error(self, text: str, at_s: float | None = None) -> None:
         """Record an unexpected exception, at `at_s` or now. Those of attackers do not count."""
@@ -314,7 +306,7 @@ class _Run:
             self._clipped[peer] = event.round
         if isinstance(event, RoundCommitted) and peer in self._swarm.peers:
             self._check_work(peer, event)
-            if event.round == WARM_ROUNDS and not self._memory_before:
+            if event.round == WARM_ROUNDS and self._memory_before is None:
                 self._memory_before = self._memory_bytes = _resident_bytes()
             if event.round == self._scenario.rounds and peer not in self._liars:
                 self._last_base = self._swarm.peers[peer].replica.base.values
