@@ -85,7 +85,7 @@ def test_without_systemd_the_unit_is_written_and_the_rest_is_said(home: Path) ->
     assert "checked" not in ended.stdout
     (line,) = [line for line in ended.stdout.splitlines() if line.startswith("nohup ")]
     words = [sys.executable, "-m", "spes_p2p", "join", EXAMPLE_ADDRESS, "--hours", "22-8", "--run-dir", "runs/night"]
-    assert shlex.split(line) == ["nohup", *words, ">", "spes-p2p.log", "2>&1", "&"]
+    assert shlex.split(line) == ["nohup", *words, ">>", "spes-p2p.log", "2>&1", "&"]
     for command in ("systemctl", "loginctl", "journalctl"):
         assert command not in ended.stdout
     assert f"join {EXAMPLE_ADDRESS} --hours 22-8 --run-dir runs/night\n" in unit.read_text()
