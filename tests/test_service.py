@@ -101,6 +101,16 @@ def test_without_systemd_the_unit_is_written_and_the_rest_is_said(home: Path) ->
     assert "not installed; systemd does not answer" in call("service", "status").stdout
 
 
+def test_with_json_installing_and_removing_say_what_there_is_now_and_what_was_told(home: Path) -> None:
+    unit = home / "config/systemd/user/spes-p2p.service"
+    installed = json.loads(call("service", "install", "--json", "--", EXAMPLE_ADDRESS).stdout)
+    told = installed.pop("told")
+    assert installed == {"unit": str(unit), "installed": True, "active": "unknown", "trainer": None}
+    assert (told[0], told[-1][:6]) == (f"wrote {unit}", "nohup ")
+    removed = json.loads(call("service", "remove", "--json").stdout)
+    assert removed == {**installed, "installed": False, "told": [f"removed {unit}"]}
+
+
 @pytest.mark.parametrize(("answers", "why"), [
     (False, "the service did not start it, or systemd does not answer here"), (True, "the service did not start it"),
 ])
