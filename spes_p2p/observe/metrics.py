@@ -318,7 +318,7 @@ A peer started with `--metrics-port P` serves these metrics at `http://127.0.0.1
 other machines and containers can scrape them too. Units are seconds, bytes, tokens and nats. Counters start at 0.
 `process_*` metrics (CPU, memory, open files) are included. [bootstrap/alerts.yml](../bootstrap/alerts.yml) has alert rules,
 [bootstrap/grafana](../bootstrap/grafana/spes_p2p.json) a dashboard. `dashboard` and `directory` serve others, about
-[alerts](dashboard.md#alerts) and [several campaigns](dashboard.md#several-campaigns-on-one-page).
+[alerts](dashboard.md#alerts), everybody's tokens, and [several campaigns](dashboard.md#several-campaigns-on-one-page).
 """
 
 
