@@ -18,6 +18,8 @@ from synthetic_swarm import Synthetic, synthetic_swarm
 from spes_p2p.client.alerts import Alert, alerts, status_document
 from spes_p2p.client.dashboard.poll import Published
 from spes_p2p.client.dashboard.server import serving
+from spes_p2p.client.dashboard.swarm_metrics import MAX_SERIES, NAMES
+from spes_p2p.client.dashboard.view import swarm_view
 from spes_p2p.client.dashboard.webhook import HOLD_S, Notices, post_alerts
 from spes_p2p.config.addresses import check_webhook
 from spes_p2p.errors import UserError
@@ -204,11 +206,13 @@ def test_a_notice_that_the_url_refuses_is_posted_again_and_logged_once(caplog: p
     async def look(receiver: Receiver) -> None:
         receiver.refuses = True
         await receiver.until(lambda: receiver.refused >= 3)
+        assert live.webhook_waiting == 1
         receiver.refuses = False
-        await receiver.until(lambda: len(receiver.taken) == 1)
+        await receiver.until(lambda: len(receiver.taken) == 1 and live.webhook_waiting == 0)
         assert receiver.taken[0]["kind"] == "nobody_answers"
 
     posting(live, look)
+    assert live.webhook_refusals >= 3
     refused, taken = [record.getMessage() for record in caplog.records if "--webhook" in record.getMessage()]
     assert "answers 503" in refused
     assert taken == "--webhook 127.0.0.1: takes alerts again"
@@ -221,15 +225,36 @@ def test_a_webhook_that_is_no_url_is_refused(url: str) -> None:
         check_webhook(url)
 
 
-def test_prometheus_can_scrape_the_alerts() -> None:
+def scraped(live: Published) -> list[str]:
     async def run() -> str:
-        live = Published(state="live", known_alerts=[EXPERTS])
         async with serving(live, "127.0.0.1", 0) as url, aiohttp.ClientSession() as session:
             return await (await session.get(f"{url}metrics")).text()
 
-    lines = asyncio.run(run()).splitlines()
+    return asyncio.run(run()).splitlines()
+
+
+def test_prometheus_can_scrape_the_alerts_and_what_a_webhook_refused() -> None:
+    lines = scraped(Published(state="live", known_alerts=[EXPERTS], webhook_refusals=3, webhook_waiting=2))
     assert 'spes_alert{kind="experts_without_owner"} 1.0' in lines
     assert 'spes_alert{kind="no_round"} 0.0' in lines
+    assert {"spes_webhook_refusals_total 3.0", "spes_webhook_waiting 2.0"} <= {*lines}
+    assert {line.split()[2] for line in lines if line.startswith("# TYPE")} == {*NAMES}
+
+
+def test_prometheus_gets_the_tokens_of_the_peers_and_teams_with_most_whatever_they_call_themselves() -> None:
+    swarm, hostile = synthetic_swarm(MAX_SERIES + 3, 4, 3), 'a"} 9\nspes_alert{kind="x"} 1'
+    first, *others = swarm.statuses
+    contributions = [replace(each, tokens=10**6 if each.peer == first.peer_id else 5) for each in swarm.totals.contributions]
+    totals = replace(swarm.totals, contributions=tuple(contributions))
+    view = swarm_view([replace(first, name="Ada", team="owls"), *others], {}, totals, swarm.now)
+    next(each for each in view["peers"] if each["peer_id"] == first.peer_id)["name"] = hostile  # records refuse such a name
+    lines = scraped(Published(state="live", view=view))
+    peers = [line for line in lines if line.startswith("spes_peer_tokens{")]
+    escaped = hostile.replace('"', r'\"').replace("\n", r"\n")
+    assert len(peers) == MAX_SERIES
+    assert f'spes_peer_tokens{{name="{escaped}",peer="{first.peer_id}"}} 1e+06' in peers
+    assert 'spes_team_tokens{team="owls"} 1e+06' in lines
+    assert not [line for line in lines if line.startswith('spes_alert{kind="x"}')]
 
 
 def test_what_was_wrong_when_a_swarm_fell_silent_is_still_wrong() -> None:

@@ -23,7 +23,7 @@ from spes_p2p.testing.plain_model import plain_model
 
 ROOT = Path(__file__).parents[1]
 CPU = torch.device("cpu")
-CHECKS = ("test-4GiB", "tests", "forms")
+CHECKS = ("test-4GiB", "tests", "parity")
 
 
 def tool(name: str) -> ModuleType:
@@ -179,7 +179,7 @@ def test_all_that_cuda_is_asked_runs_without_it_on_small_models(tmp_path: Path) 
         assert run.returncode == 0, run.stdout + run.stderr
     found = json.loads((tmp_path / "cuda.json").read_text())
     assert {name: check["outcome"] for name, check in found["checks"].items()} == dict.fromkeys(CHECKS, "ok")
-    assert found["checks"]["forms"]["report"]["compiled"]["difference"] < 1e-3
+    assert found["checks"]["parity"]["report"]["compiled"]["difference"] < 1e-3
     assert found["checks"]["test-4GiB"]["report"]["tokens_per_second"] > 0
     assert found["environment"]["torch"] == version("torch")
     assert "## test-4GiB" in (tmp_path / "cuda.md").read_text()
@@ -202,6 +202,12 @@ def test_a_benchmark_that_is_ended_leaves_no_process_and_no_folder_behind(how: s
     process.wait(COMMAND_TIMEOUT_S)
     assert not psutil.wait_procs(started, timeout=CHILDREN_END_WITHIN_S)[1]
     assert how == signal.SIGKILL or not list(tmp_path.iterdir())
+
+
+def test_cuda_is_asked_first_for_what_matters_most() -> None:
+    names = [*tool("cuda_benchmark").checks_for("cuda", small=False, rounds=9)]
+    assert names[:6] == ["tests", "parity", "1b-24GiB", "7b-48GiB", "1b-8GiB", "7b-24GiB"]
+    assert set(names[6:]) == {"memory", "experts", "step", "experts-7b-layer", "forms-1b", "forms-7b"}
 
 
 def test_a_number_that_is_out_of_bounds_or_missing_is_named() -> None:

@@ -5,15 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-import shutil
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from headless import DESKTOP, IN_BROWSER, PATIENCE_S, PHONE, browser_page, contrast, ink_and_paper, luminance, widths
 from network_swarm import LocalPeer, LocalPeers, call, write_variant
 from recorded_run import run_dir
 from synthetic_swarm import Synthetic, synthetic_swarm
@@ -33,35 +32,8 @@ from spes_p2p.observe.json_values import to_json
 from spes_p2p.observe.swarm_status import gather, slow_lines
 from spes_p2p.session.own_state import OwnState, StateFile, is_pause_ordered
 
-playwright = pytest.importorskip("playwright.async_api", reason="needs playwright (pip install playwright)")
-
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-pytestmark = [
-    pytest.mark.network,
-    pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium (apt-get install chromium)"),
-]
-
+pytestmark = IN_BROWSER
 CONFIG = load_campaign_config(Path(__file__).parents[1] / "configs/test.yaml")
-DESKTOP, PHONE = {"width": 1280, "height": 900}, {"width": 390, "height": 844}
-PATIENCE_S = 240.0
-
-
-@asynccontextmanager
-async def browser_page(url: str, viewport: dict[str, int] = DESKTOP, scheme: str = "light") -> AsyncIterator[Any]:
-    """The page at `url`; a script error in it fails the test."""
-    errors: list[str] = []
-    async with playwright.async_playwright() as engine:
-        browser = await engine.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        try:
-            page = await browser.new_page(viewport=viewport, color_scheme=scheme)
-            page.set_default_timeout(1000 * PATIENCE_S)
-            page.on("pageerror", lambda error: errors.append(str(error)))
-            page.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)
-            await page.goto(url)
-            yield page
-        finally:
-            await browser.close()
-    assert errors == []
 
 
 def look_at(swarm: Synthetic, look: Callable[[Any, Published], Awaitable[None]], **options: Any) -> None:
@@ -101,10 +73,6 @@ async def until(page: Any, condition: str) -> None:
         await asyncio.sleep(0.05)
 
 
-async def widths(page: Any) -> tuple[int, int]:
-    return tuple(await page.evaluate("[document.documentElement.scrollWidth, document.documentElement.clientWidth]"))
-
-
 @pytest.mark.parametrize("viewport", [DESKTOP, PHONE], ids=["desktop", "phone"])
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_64_peers_and_128_experts_fit(viewport: dict[str, int], scheme: str) -> None:
@@ -124,28 +92,13 @@ def test_light_and_dark_are_readable() -> None:
     for scheme in ("light", "dark"):
         async def look(page: Any, live: Published) -> None:
             for name in ("loss", "campaign_hash", "validation_round"):
-                ink, paper = await page.evaluate(
-                    f"[document.getElementById('{name}'), document.body].map(e => getComputedStyle(e))"
-                    ".map((style, i) => i ? style.backgroundColor : style.color)"
-                )
+                ink, paper = await ink_and_paper(page, f"#{name}")
                 assert contrast(ink, paper) >= 4.5
             papers.append(paper)
 
         look_at(synthetic_swarm(2, 4, 5), look, scheme=scheme)
     assert luminance(papers[0]) > 0.9
     assert luminance(papers[1]) < 0.05
-
-
-def luminance(colour: str) -> float:
-    """Relative luminance of `rgb(r, g, b)` (WCAG 2.2)."""
-    channels = [int(number) / 255 for number in re.findall(r"\d+", colour)[:3]]
-    red, green, blue = (c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels)
-    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
-
-
-def contrast(one: str, other: str) -> float:
-    dark, light = sorted((luminance(one), luminance(other)))
-    return (light + 0.05) / (dark + 0.05)
 
 
 def test_what_peers_say_is_text_and_never_markup() -> None:

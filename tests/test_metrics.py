@@ -1,10 +1,11 @@
 """What Prometheus sees: every event in its metric, names that promtool accepts, a table in the docs that is current."""
 
+import json
 import math
 import shutil
 import subprocess
 import urllib.request
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -14,15 +15,20 @@ from prometheus_client import generate_latest
 
 from spes_p2p.errors import UserError
 from spes_p2p.messages.methods import PROTOCOL_VERSION
+from spes_p2p.observe.contributed import Contributed
 from spes_p2p.observe.events import (
     BEFORE_TRAINING,
     BaseRestored,
+    CaughtUp,
+    Controlled,
     Event,
+    Paused,
     PhaseTrained,
     RoundCommitted,
 )
 from spes_p2p.observe.history import History
 from spes_p2p.observe.metrics import METRICS, Metrics, metrics_document
+from spes_p2p.observe.worth import WORTH_FILE, Worth
 
 PHASE = next(event for event in EVENTS if isinstance(event, PhaseTrained))
 DOCUMENT = Path(__file__).parents[1] / "docs/metrics.md"
@@ -125,6 +131,39 @@ def test_seconds_between_two_commits_are_known_from_the_second_on() -> None:
     assert metrics.registry.get_sample_value("spes_last_commit_timestamp_seconds") == 1060
 
 
+def test_the_next_round_is_expected_at_the_pace_of_the_last_ones_unless_none_follows() -> None:
+    clock = iter([1000.0, 1060.0, 1180.0, 1185.0, 1240.0, 1300.0, 1360.0, 1420.0])
+    metrics = Metrics("me", wall_time=lambda: next(clock))
+
+    def after(*events: Event) -> float:
+        for event in events:
+            metrics.update(event)
+        return metrics.registry.get_sample_value("spes_next_round_timestamp_seconds") or 0.0
+
+    assert math.isnan(after(replace(COMMIT, round=7)))
+    assert after(replace(COMMIT, round=8)) == 1120
+    assert after(CaughtUp(8, 10, 5.0), replace(COMMIT, round=9), replace(COMMIT, round=10)) == 1185 + 60
+    assert after(replace(COMMIT, round=11)) == 1240 + (60 + 180) / 2
+    assert math.isnan(after(Paused("hours")))
+    assert after(Paused(""), replace(COMMIT, round=12)) == 1360
+    assert math.isnan(after(Controlled(12, 1, "paused")))
+    assert after(Controlled(12, 2, "running"), replace(COMMIT, round=13)) == 1420
+    assert math.isnan(after(replace(COMMIT, round=14, total_rounds=14)))
+
+
+def test_what_the_experts_were_worth_last_is_read_from_the_run_dir(tmp_path: Path) -> None:
+    metrics = Metrics("me")
+    metrics.follow(Contributed("me"), tmp_path)
+
+    def shown() -> list[float]:
+        return [metrics.registry.get_sample_value(name) or 0.0 for name in ("spes_experts_worth", "spes_experts_worth_round")]
+
+    assert [math.isnan(value) for value in shown()] == [True, True]
+    worth = Worth(41, "d", (1, 2), 64, loss=3.5, loss_without=3.75, error=0.01)
+    (tmp_path / WORTH_FILE).write_text(json.dumps(asdict(worth)))
+    assert shown() == [0.25, 41]
+
+
 def test_a_reform_is_counted_and_is_no_round() -> None:
     metrics = Metrics("me")
     metrics.update(BaseRestored(4, 30, 600, 500, "d", "reform", ((), ())))
@@ -141,7 +180,7 @@ def test_what_the_peer_has_contributed_outlives_a_restart(tmp_path: Path) -> Non
         first.record(event)
     first.close()
     history, metrics = History("me", tmp_path), Metrics("me")
-    metrics.follow(history.contributed)
+    metrics.follow(history.contributed, tmp_path)
 
     def shown() -> list[float | None]:
         names = ("tokens", "rounds", "expert_steps", "seconds")

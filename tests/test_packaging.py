@@ -26,7 +26,7 @@ def pins(python_version: str) -> dict[str, str]:
             if requirement.marker is None or requirement.marker.evaluate(environment)}
 
 
-@pytest.mark.parametrize("python_version", ["3.10", "3.12"])
+@pytest.mark.parametrize("python_version", ["3.10", "3.11", "3.12", "3.13"])
 def test_every_dependency_is_pinned_within_its_bounds(python_version: str) -> None:
     config = configparser.ConfigParser()
     config.read(ROOT / "setup.cfg")

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import yaml
 from monitoring_files import ALERTS, BOOTSTRAP, alert_rules, dashboard_queries
-from network_swarm import COMMAND_TIMEOUT_S, LocalPeers, free_port, wait_until, write_variant
+from network_swarm import COMMAND_TIMEOUT_S, START_TIMEOUT_S, LocalPeers, free_port, wait_until, write_variant
 
 from spes_p2p.net import die_with_parent
 
@@ -62,14 +62,16 @@ class Prometheus:
 
 @pytest.fixture(scope="module")
 def swarm(campaign: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalPeers]:
-    """A bootstrap and two trainers that serve their metrics; the campaign lasts longer than these tests."""
+    """A bootstrap, two trainers and a dashboard that serve their metrics; the campaign lasts longer than these tests."""
     training, merge = {"total_steps": 400_000, "sync_steps": 20}, {"merge_interval": 20}
     config = write_variant(campaign, "endless.yaml", training=training, merge=merge)
     with LocalPeers(tmp_path_factory.mktemp("swarm")) as peers:
         address = peers.bootstrap(config, "/ip4/127.0.0.1/tcp/0", "--metrics-port", "0").address
         for name in TRAINERS:
-            peers.join(name, address, "--metrics-port", "0", "--metrics-host", "127.0.0.1")
+            of_its_user = ("--team", "Night owls", "--quota", "100GB/day")
+            peers.join(name, address, "--metrics-port", "0", "--metrics-host", "127.0.0.1", *of_its_user)
         peers.wait_for_round(2, 90)
+        peers.run("dashboard", ["dashboard", address, "--port", "0"], run_dir_option=False)
         yield peers
 
 
@@ -82,6 +84,10 @@ def prometheus(swarm: LocalPeers, tmp_path_factory: pytest.TempPathFactory) -> I
     bootstrap, trainers = config["scrape_configs"][0]["static_configs"]
     bootstrap["targets"] = [host_and_port(swarm["bootstrap"].metrics_url)]
     trainers["targets"] = [host_and_port(swarm[name].metrics_url) for name in TRAINERS]
+    dashboard = swarm["dashboard"]
+    wait_until(lambda: "dashboard on " in dashboard.log, START_TIMEOUT_S, "the dashboard says its address")
+    url = dashboard.log.split("dashboard on ")[1].strip()
+    config["scrape_configs"][1]["static_configs"][0]["targets"] = [host_and_port(url)]
     (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
     shutil.copy(ALERTS, folder)
     port, log = free_port(), folder / "log.txt"
@@ -95,7 +101,7 @@ def prometheus(swarm: LocalPeers, tmp_path_factory: pytest.TempPathFactory) -> I
     try:
         server = Prometheus(f"http://127.0.0.1:{port}", log)
         wait_until(server.is_ready, 30, f"Prometheus starts: {log}")
-        wait_until(lambda: len(server.query("up == 1")) == 1 + len(TRAINERS), 30, "Prometheus scrapes all peers")
+        wait_until(lambda: len(server.query("up == 1")) == 2 + len(TRAINERS), 30, "Prometheus scrapes peers and dashboard")
         yield server
     finally:
         process.terminate()

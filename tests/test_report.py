@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -30,6 +31,11 @@ RESULTS: dict[str, Any] = {
 }
 OWN = replace(FIRST_COMMIT, round=13, total_tokens=7_654_321, seconds={"exchange": 2.0},
               contributions=(("QmMe", 1000, 10), ("QmIdle", 0, 0)))
+
+
+def page_of(folder: Path, evaluations: Sequence[Path] = ()) -> str:
+    page, _ = make_report(folder, evaluations)
+    return page
 
 
 class Page(HTMLParser):
@@ -60,7 +66,7 @@ def test_a_report_has_the_run_and_loads_nothing(tmp_path: Path) -> None:
     (tmp_path / "results.json").write_text(json.dumps(RESULTS))
     folder = run_dir(tmp_path / "run", records, scores, back, replace(OWN, total_rounds=20), Controlled(13, 4, "stopped"))
     (folder / ADDRESS_FILE).write_text("/ip4/203.0.113.7/tcp/31337/p2p/Qm\n")
-    page = Page(make_report(folder, [tmp_path / "results.json"]))
+    page = Page(page_of(folder, [tmp_path / "results.json"]))
     held_out = [record for record in records if math.isfinite(record.validation_loss)]
     for text in (
         f"{CONFIG.name}, round 13", "13 of 20 planned, stopped", "7,654,321", "4 contributed; 2 to 3 in a round",
@@ -86,14 +92,14 @@ def test_orders_are_named_by_what_they_changed_where_the_journal_says_it(tmp_pat
     records = [replace(record, control=ordered[orders[record.round]][0] if orders[record.round] else "")
                for record in synthetic_swarm(3, 4, 12).records]
     told = [Controlled(number, number, "running", order, news or order) for number, (order, news) in ordered.items()]
-    _, page = Page(make_report(run_dir(tmp_path / "run", records, *told))).text.split("Orders of the owner")
+    _, page = Page(page_of(run_dir(tmp_path / "run", records, *told))).text.split("Orders of the owner")
     assert page.startswith("from roundorder3audits of aaaaaa5no more audits of aaaaaa7bbbbbb bannedConfiguration")
 
 
 def test_curves_of_this_peers_own_have_a_gap_where_it_was_away(tmp_path: Path) -> None:
     """A straight line over the rounds between would be a measurement that nobody made."""
     rounds = [replace(OWN, round=number, sent_bytes=1000 + number) for number in (*range(13, 63), *range(163, 213))]
-    page = make_report(run_dir(tmp_path, synthetic_swarm(2, 4, 12).records, *rounds))
+    page = page_of(run_dir(tmp_path, synthetic_swarm(2, 4, 12).records, *rounds))
     traffic = page.split("Bytes of each round on this peer")[1]
     sent, _ = re.findall(rf'<path d="([^"]+)" clip-path="[^"]*" style="fill: none; stroke: (?:{BLUE}|{ORANGE})', traffic)
     assert sent.count("M") == 2
@@ -101,7 +107,7 @@ def test_curves_of_this_peers_own_have_a_gap_where_it_was_away(tmp_path: Path) -
 
 def test_numbers_are_never_broken_and_ids_may_be(tmp_path: Path) -> None:
     folder = run_dir(tmp_path / "run", synthetic_swarm(2, 4, 12).records, OWN)
-    page = make_report(folder)
+    page = page_of(folder)
     peer, *numbers = re.findall(r"<td( class=number)?>([^<]*)</td>", page.split("expert-steps</th></tr>")[1])[:6]
     assert peer[0] == ""
     assert peer[1].startswith("Qm")
@@ -116,7 +122,7 @@ def test_text_of_peers_stays_text(tmp_path: Path) -> None:
     scores = TasksEvaluated(round=2, scores=((HARM, HARM, 0.5, 0.1),))
     results = RESULTS | {"tasks": {HARM: {HARM: 0.5}}, "model": HARM}
     (tmp_path / "results.json").write_text(json.dumps(results))
-    page = Page(make_report(run_dir(tmp_path / "run", records, scores), [tmp_path / "results.json"]))
+    page = Page(page_of(run_dir(tmp_path / "run", records, scores), [tmp_path / "results.json"]))
     assert "script" not in page.tags
     assert "img" not in page.tags
     assert page.text.count(HARM) >= 6
@@ -126,7 +132,7 @@ def test_a_report_shows_what_the_model_wrote_in_the_first_the_last_and_some_roun
     records = [replace(record, continuations=(f" wrote {record.round}.", HARM) if record.round else ())
                for record in synthetic_swarm(2, 4, 60).records]
     evaluation = CONFIG.evaluation.model_copy(update={"prompts": ("The house", HARM)})
-    page = Page(make_report(run_dir(tmp_path, records, config=CONFIG.model_copy(update={"evaluation": evaluation}))))
+    page = Page(page_of(run_dir(tmp_path, records, config=CONFIG.model_copy(update={"evaluation": evaluation}))))
     shown = [number for number in range(61) if f" wrote {number}." in page.text]
     assert (len(shown), shown[0], shown[-1]) == (8, 1, 60)
     assert "The house" in page.text
@@ -136,7 +142,7 @@ def test_a_report_shows_what_the_model_wrote_in_the_first_the_last_and_some_roun
 def test_a_run_without_a_round_has_no_report(tmp_path: Path) -> None:
     folder = run_dir(tmp_path, synthetic_swarm(2, 4, 0).records)
     with pytest.raises(UserError, match="no round with training yet"):
-        make_report(folder)
+        page_of(folder)
 
 
 @pytest.mark.parametrize("content", [b"", b"[]", b"{}", json.dumps(RESULTS | {"tasks": 3}).encode(), None])
@@ -145,7 +151,7 @@ def test_a_file_that_evaluate_did_not_write_is_refused(tmp_path: Path, content: 
     if content is not None:
         file.write_bytes(content)
     with pytest.raises(UserError, match=r"results.json: (not results of|cannot be read)"):
-        make_report(folder, [file])
+        page_of(folder, [file])
 
 
 def test_the_command_writes_the_page_into_the_run_dir_or_where_it_is_told(tmp_path: Path) -> None:
@@ -154,3 +160,15 @@ def test_the_command_writes_the_page_into_the_run_dir_or_where_it_is_told(tmp_pa
         ended = call("report", str(folder), *options)
         assert (ended.code, ended.stdout) == (0, f"{target}\n")
         assert Page(target.read_text()).tags["svg"] == 3
+
+
+def test_with_json_the_command_prints_the_figures_of_the_page(tmp_path: Path) -> None:
+    records = synthetic_swarm(2, 4, 3).records
+    folder = run_dir(tmp_path / "run", records)
+    ended = call("report", str(folder), "--json")
+    found = json.loads(ended.stdout)
+    assert (ended.code, found["report"], found["round"], found["tokens"]) == (
+        0, str(folder / "report.html"), 3, records[-1].total_tokens,
+    )
+    assert {each["peer"] for each in found["contributions"]} == {each.peer for each in records[-1].contributions}
+    assert Page((folder / "report.html").read_text()).tags["svg"] == 3

@@ -85,7 +85,7 @@ def test_without_systemd_the_unit_is_written_and_the_rest_is_said(home: Path) ->
     assert "checked" not in ended.stdout
     (line,) = [line for line in ended.stdout.splitlines() if line.startswith("nohup ")]
     words = [sys.executable, "-m", "spes_p2p", "join", EXAMPLE_ADDRESS, "--hours", "22-8", "--run-dir", "runs/night"]
-    assert shlex.split(line) == ["nohup", *words, ">", "spes-p2p.log", "2>&1", "&"]
+    assert shlex.split(line) == ["nohup", *words, ">>", "spes-p2p.log", "2>&1", "&"]
     for command in ("systemctl", "loginctl", "journalctl"):
         assert command not in ended.stdout
     assert f"join {EXAMPLE_ADDRESS} --hours 22-8 --run-dir runs/night\n" in unit.read_text()
@@ -99,6 +99,16 @@ def test_without_systemd_the_unit_is_written_and_the_rest_is_said(home: Path) ->
     removed = call("service", "remove")
     assert (removed.code, removed.stdout, unit.exists()) == (0, f"removed {unit}\n", False)
     assert "not installed; systemd does not answer" in call("service", "status").stdout
+
+
+def test_with_json_installing_and_removing_say_what_there_is_now_and_what_was_told(home: Path) -> None:
+    unit = home / "config/systemd/user/spes-p2p.service"
+    installed = json.loads(call("service", "install", "--json", "--", EXAMPLE_ADDRESS).stdout)
+    told = installed.pop("told")
+    assert installed == {"unit": str(unit), "installed": True, "active": "unknown", "trainer": None}
+    assert (told[0], told[-1][:6]) == (f"wrote {unit}", "nohup ")
+    removed = json.loads(call("service", "remove", "--json").stdout)
+    assert removed == {**installed, "installed": False, "told": [f"removed {unit}"]}
 
 
 @pytest.mark.parametrize(("answers", "why"), [

@@ -19,11 +19,12 @@ from spes_p2p.campaign.files import CampaignFiles, keep_campaign, read_campaign
 from spes_p2p.campaign.genesis import make_genesis
 from spes_p2p.client import worth
 from spes_p2p.client.me import own_share, render
-from spes_p2p.client.worth import WORTH_FILE, masked_losses, worth_of
+from spes_p2p.client.worth import masked_losses, worth_of
 from spes_p2p.config.model import ModelSection
 from spes_p2p.errors import UserError
 from spes_p2p.model.build import initial_state, layout_of
 from spes_p2p.observe.events import PeerStarted, RoundCommitted
+from spes_p2p.observe.worth import WORTH_FILE
 from spes_p2p.rounds.base import Base, save_base
 from spes_p2p.rounds.digest import state_digest
 from spes_p2p.rounds.outer import first_base

@@ -1,4 +1,4 @@
-"""All checks on a CUDA device in one call: tests, speed, memory against its prediction, a 7B step on a 24 GB card.
+"""All checks on a CUDA device in one call: parity, steps of 1B and 7B with MFU and memory against the prediction, then parts.
 
 ./tools/bench cuda [--out FOLDER] [--only NAME ...]     writes FOLDER/cuda.json and FOLDER/cuda.md after each check
 ./tools/bench cuda --device cpu --small                 the same checks on a CPU with small models, to test the script
@@ -28,6 +28,8 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 BENCHMARKS = ROOT / "tools" / "benchmarks.py"
 FORMS = ROOT / "tools" / "forms_benchmark.py"
+USUAL = ("plain", "compiled", "masked", "masked_compiled")
+"""Forms of a step that every card and environment has."""
 TESTED = ("backends", "partitioned", "losses", "trainer", "optimizer", "ranks", "bench")
 """Test files of code that runs on the device."""
 MOST_THREADS = 8
@@ -70,20 +72,24 @@ def main() -> int:
 
 
 def checks_for(device: str, small: bool, rounds: int) -> dict[str, Check]:
-    """Return the checks by name, cheap ones first."""
+    """Return the checks by name: parity, then steps of the recipes with MFU and memory against the plan, then the rest."""
     common = ("--device", device, "--rounds", str(rounds))
     unit = tuple(f"tests/test_{name}.py" for name in TESTED)
-    checks = {
-        "tests": Check(("-m", "pytest", "-rs", "-p", "no:cacheprovider", "-m", "not slow", "-k", device, *unit), 600, {}),
-    }
-    parity = {
+    differences = {
         "empty_group_gradient_ours": (0, 0), "documents_masked_leak": (0, 0.01), "documents_unmasked_leak": (0.02, 2),
         "worst_difference": (0, 0.05), "usual_forms_failed": (0, 0),
     }
-    for recipe, card in [("", "4GiB")] if small else [("1b", "24GiB"), ("7b", "48GiB")]:
-        chosen = ("--config", str(ROOT / "configs" / f"{recipe}.yaml")) if recipe else ()
-        command = (str(FORMS), *chosen, "--cap", card, *common)
-        checks["forms" + (f"-{recipe}" if recipe else "")] = Check(command, 1800, parity)
+    checks = {
+        "tests": Check(("-m", "pytest", "-rs", "-p", "no:cacheprovider", "-m", "not slow", "-k", device, *unit), 600, {}),
+        "parity": Check((str(FORMS), "--only", *USUAL, *common), 1800, differences),
+    }
+    recipes = [("test", "4GiB")] if small else [("1b", "24GiB"), ("7b", "48GiB"), ("1b", "8GiB"), ("7b", "24GiB")]
+    for recipe, card in recipes:
+        command = (str(BENCHMARKS), "step", "--config", str(ROOT / "configs" / f"{recipe}.yaml"), "--cap", card, *common)
+        bounds = {"peak_vs_predicted": (0.9, 1.1)} if device == "cuda" else {}
+        if (recipe, card) == ("7b", "24GiB"):
+            bounds["owned"] = (5, 32)
+        checks[f"{recipe}-{card}"] = Check(command, 900, bounds)
     checks |= {
         "memory": Check((str(BENCHMARKS), "memory", *common), 600, {"worst_formula_error": (0, 0.01)}),
         "experts": Check((str(BENCHMARKS), "experts", *common), 600, aims_of_experts(4) if device == "cpu" else {}),
@@ -92,13 +98,9 @@ def checks_for(device: str, small: bool, rounds: int) -> dict[str, Check]:
     if not small:
         layer = (str(BENCHMARKS), "experts", "--shape", "7b", *common)
         checks["experts-7b-layer"] = Check(layer, 600, aims_of_experts(8))
-    cards = [("test", "4GiB")] if small else [("1b", "8GiB"), ("1b", "24GiB"), ("7b", "24GiB"), ("7b", "48GiB")]
-    for recipe, card in cards:
-        command = (str(BENCHMARKS), "step", "--config", str(ROOT / "configs" / f"{recipe}.yaml"), "--cap", card, *common)
-        bounds = {"peak_vs_predicted": (0.9, 1.1)} if device == "cuda" else {}
-        if (recipe, card) == ("7b", "24GiB"):
-            bounds["owned"] = (5, 32)
-        checks[f"{recipe}-{card}"] = Check(command, 900, bounds)
+        for recipe, card in recipes[:2]:
+            forms = (str(FORMS), "--config", str(ROOT / "configs" / f"{recipe}.yaml"), "--cap", card, *common)
+            checks[f"forms-{recipe}"] = Check(forms, 1800, differences)
     return checks
 
 

@@ -78,10 +78,9 @@ def measure(folder: Path, repeat: int, rounds: int) -> dict[str, Any]:
             "join_nobody": ["join", NOBODY, "--run-dir", str(folder / "nobody")],
             "plan": ["plan", "--config", boot[2], "--memory", "8GiB"],
         }
+        report["imports"] = {}
         for name, command in commands.items():
-            calls = [call(command) for _ in range(repeat + 1)][1:]
-            report[f"{name}_s"], report[f"{name}_cpu_s"] = (median(times) for times in zip(*calls, strict=True))
-        report["imports"] = {name: imports(command, folder / "imports") for name, command in commands.items()}
+            measure_command(report, name, [command] * (repeat + 2), folder)
         join = ["join", address, "--run-dir"]
         joins = [first_lines([*join, str(folder / f"peer-{i}")], "", "joined ") for i in range(repeat + 1)][1:]
         report["join_first_line_s"], report["joined_s"] = (median(times) for times in zip(*joins, strict=True))
@@ -92,7 +91,17 @@ def measure(folder: Path, repeat: int, rounds: int) -> dict[str, Any]:
         address = bootstrap.wait_for("spes-p2p join ")[1].split()[-1]
         with started(["join", address, "--run-dir", str(folder / "trainer")]) as trainer:
             trainer.wait_for(f"round {rounds}/")
-            return {**report, **memory_of("bootstrap", bootstrap.process), **memory_of("trainer", trainer.process)}
+            report |= {**memory_of("bootstrap", bootstrap.process), **memory_of("trainer", trainer.process)}
+    export = ["export", "--run-dir", str(folder / "bootstrap"), "--output"]
+    measure_command(report, "export", [[*export, str(folder / f"checkpoint-{i}")] for i in range(repeat + 2)], folder)
+    return report
+
+
+def measure_command(report: dict[str, Any], name: str, calls: Sequence[Sequence[str]], folder: Path) -> None:
+    """Add the times of a command that ends by itself, and what it imports, which the last call tells."""
+    times = [call(each) for each in calls[:-1]][1:]
+    report[f"{name}_s"], report[f"{name}_cpu_s"] = (median(each) for each in zip(*times, strict=True))
+    report["imports"][name] = imports(calls[-1], folder / "imports")
 
 
 def demo_campaign(folder: Path) -> Path:

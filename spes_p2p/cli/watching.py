@@ -115,6 +115,7 @@ def report(
     output: Annotated[Path | None, typer.Option(help="File to write. Default: report.html in the run-dir.")] = None,
     evaluations: Annotated[list[Path] | None, typer.Option(
         "--evaluation", help="Results to include: a file that `evaluate --output` wrote; repeatable.")] = None,
+    as_json: options.AsJson = False,
 ) -> None:
     """Write one HTML page about a run: figures, plots, contributors, evaluation and config. It needs no network to read."""
     if not run_dir.is_dir():
@@ -124,5 +125,6 @@ def report(
     with waiting("starting"):
         from spes_p2p.client.report import make_report
 
-    write_whole(target, make_report(run_dir, evaluations or ()).encode())
-    print(target)
+    page, facts = make_report(run_dir, evaluations or ())
+    write_whole(target, page.encode())
+    print(json.dumps({"report": str(target), **facts}, indent=2) if as_json else target)

@@ -7,16 +7,14 @@ vouches for, its hours, is called its own. Rounds that its journal has lost coun
 from __future__ import annotations
 
 import math
-import statistics
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from pathlib import Path
 
 from spes_p2p.campaign.files import read_run_dir
-from spes_p2p.client.worth import Worth, worth_of
+from spes_p2p.client.worth import worth_of
 from spes_p2p.consensus.commit_log import CommitLog
 from spes_p2p.consensus.output import LOG
 from spes_p2p.errors import UserError
@@ -25,13 +23,12 @@ from spes_p2p.net.identity import RSAIdentity, Visitor
 from spes_p2p.observe.contributed import Contributed
 from spes_p2p.observe.events import BaseRestored, Controlled, Event, PeerStarted, RoundCommitted
 from spes_p2p.observe.history import HISTORY_FILE, read_journal
+from spes_p2p.observe.pace import pace_s
 from spes_p2p.observe.swarm_status import gather, own_standing
 from spes_p2p.observe.units import human_count, human_indices, human_loss, human_seconds, short_peer
+from spes_p2p.observe.worth import Worth
 from spes_p2p.session.apart import Progress
 from spes_p2p.session.own_state import OwnState, read_own_state, require_used, state_line
-
-PACE_ROUNDS = 8
-"""The next round is expected at the median pace of this many rounds."""
 
 
 class StillPreparing(UserError):
@@ -136,10 +133,8 @@ def own_share(
 
 
 def _next_round_s(times: Sequence[float], now: float) -> float:
-    last = times[-PACE_ROUNDS - 1 :]
-    if len(last) < 2:
-        return math.nan
-    return max(0.0, last[-1] + statistics.median(b - a for a, b in pairwise(last)) - now)
+    pace = pace_s(times)
+    return max(0.0, times[-1] + pace - now) if math.isfinite(pace) else math.nan
 
 
 def look_at(run_dir: Path, identity: Path | None = None) -> OwnShare:

@@ -18,7 +18,7 @@ import yaml
 
 from spes_p2p import __version__
 from spes_p2p.campaign.files import read_run_dir
-from spes_p2p.client.model_card import EVALUATION_COLUMNS, Origin, conditions, origin_of, task_metrics, told_orders
+from spes_p2p.client.model_card import EVALUATION_COLUMNS, Origin, conditions, facts, origin_of, task_metrics, told_orders
 from spes_p2p.errors import UserError
 from spes_p2p.messages.presence import RoundRecord
 from spes_p2p.observe.events import Controlled, Event, RoundCommitted, TasksEvaluated
@@ -31,8 +31,11 @@ CONTINUED_ROUNDS = 8
 """Of the first, the last and rounds between them, the report shows what the model wrote."""
 
 
-def make_report(run_dir: Path, evaluations: Iterable[Path] = ()) -> str:
-    """Return the page. `evaluations`: files that `evaluate --output` wrote. Raises UserError."""
+def make_report(run_dir: Path, evaluations: Iterable[Path] = ()) -> tuple[str, dict[str, Any]]:
+    """Return the page, and the run's facts as JSON values. Raises UserError.
+
+    `evaluations`: files that `evaluate --output` wrote.
+    """
     known = read_run_dir(run_dir)
     if known is None:
         raise UserError(f"{run_dir}: not a peer's run-dir (it contains no campaign); give that of a trainer or bootstrap peer")
@@ -61,7 +64,7 @@ def make_report(run_dir: Path, evaluations: Iterable[Path] = ()) -> str:
     title = f"{origin.campaign.config.name}, round {origin.round}"
     body = "".join(f"<section><h2>{_text(name)}</h2>{content}</section>" for name, content in sections if content)
     made = f"spes_p2p {__version__}, {_day(time.time())}"
-    return _PAGE.format(title=_text(title), body=body, made=_text(made))
+    return _PAGE.format(title=_text(title), body=body, made=_text(made)), facts(origin)
 
 
 def _course(seen: Sequence[Event | RoundRecord], origin: Origin) -> str:

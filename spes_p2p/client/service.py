@@ -100,7 +100,7 @@ def install(name: str, arguments: Sequence[str], run_dir: Path) -> list[str]:
     if not _systemctl("daemon-reload"):
         command = shlex.join(("nohup", sys.executable, "-m", "spes_p2p", "join", *arguments))
         told.append("systemd does not run here for this user; install again where it does. To start the trainer without it:")
-        told.append(f"{command} > {path.stem}.log 2>&1 &")
+        told.append(f"{command} >> {path.stem}.log 2>&1 &")
         return told
     told += _verify(path)
     # A trainer that runs already would go on with its old arguments if the unit were only started.

@@ -10,7 +10,7 @@ import json
 import os
 import random
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -19,41 +19,18 @@ import numpy.typing as npt
 from spes_p2p.campaign.files import CampaignFiles, read_run_dir
 from spes_p2p.config.model import ModelSection
 from spes_p2p.errors import UserError
+from spes_p2p.observe.worth import WORTH_FILE, Worth, kept_worth
 from spes_p2p.rounds.gate import effect_of
 from spes_p2p.session.apart import Progress, run_apart_telling
 from spes_p2p.session.run_dir import load_run_dir_base
 from spes_p2p.session.text import held_out_samples, missing_held_out, open_text
 from spes_p2p.storage.files import write_whole
 
-WORTH_FILE = "worth.json"
-"""In the run-dir: the last result, which holds as long as base and experts are the same."""
 LOWEST_PRIORITY = 19
 
 
 class HeldOutMissing(UserError):
     """The run-dir lacks pieces of the held-out text. Trainers evaluate in turns, so it may not have needed them yet."""
-
-
-@dataclass(frozen=True)
-class Worth:
-    """Held-out losses in nats per token."""
-
-    round: int
-    """The last round in the base."""
-    digest: str
-    """Of the base."""
-    experts: tuple[int, ...]
-    samples: int
-    loss: float
-    loss_without: float
-    """When the tokens of these experts go to others."""
-    error: float
-    """Standard error of the difference, paired by sample."""
-
-    @property
-    def nats(self) -> float:
-        """How much the experts lower the loss."""
-        return self.loss_without - self.loss
 
 
 def worth_of(
@@ -107,7 +84,7 @@ def _measured_or_kept(
     files = _files(run_dir, data_dirs)
     _check_that_others_suffice(files.campaign.config.model, experts)
     _, base = load_run_dir_base(run_dir)
-    kept = _kept(run_dir / WORTH_FILE)
+    kept = kept_worth(run_dir)
     if kept is not None and (kept.digest, kept.experts) == (base.digest, experts):
         return kept
     # Only now: beside a trainer, this process may wait for minutes.
@@ -128,14 +105,6 @@ def _check_that_others_suffice(model: ModelSection, experts: Sequence[int]) -> N
         raise UserError(f"the worth of {len(experts)} of {model.moe_num_experts} experts cannot be measured: too few would "
                         f"remain, since each token needs {top_k}; wait for more trainers, which take some over, or join with "
                         f"--experts {most}")
-
-
-def _kept(path: Path) -> Worth | None:
-    try:
-        found = json.loads(path.read_bytes())
-        return Worth(**{**found, "experts": tuple(found["experts"])})
-    except (OSError, ValueError, TypeError, KeyError):
-        return None
 
 
 def masked_losses(

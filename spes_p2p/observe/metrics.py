@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 from wsgiref.simple_server import WSGIServer
 
@@ -35,6 +37,8 @@ from spes_p2p.observe.events import (
     RoundMeasured,
     seconds_by_stage,
 )
+from spes_p2p.observe.pace import PACE_ROUNDS, pace_s
+from spes_p2p.observe.worth import Worth, kept_worth
 
 BYTE_KINDS = ("push", "pull", "download", "control")
 FAILURE_REASONS = ("coordinator_lost", "quorum_lost", "refused", "malformed", "exchange", "timeout")
@@ -79,6 +83,8 @@ METRICS = (
     _gauge("spes_campaign_tokens", "Tokens in the base, trained by all peers.", _BASE, lambda e: e.total_tokens),
     _gauge("spes_last_commit_timestamp_seconds", "Unix time of the last commit applied by this peer; 0 before the first."),
     _gauge("spes_round_interval_seconds", "Seconds between the last two commits applied by this peer; 0 before the second."),
+    _gauge("spes_next_round_timestamp_seconds", "Unix time at which the next round is expected, at the median pace of the last"
+           f" {PACE_ROUNDS}; NaN: unknown, or none follows now."),
     _gauge("spes_loss", "Training loss of the last committed round, mean over all members, nats per token.",
            RoundCommitted, lambda e: e.loss),
     _gauge("spes_validation_loss", "Held-out loss of the last evaluated base, nats per token.",
@@ -111,6 +117,9 @@ METRICS = (
     _gauge("spes_contributed_rounds", "Committed rounds with work of this peer, since it first joined."),
     _gauge("spes_contributed_expert_steps", "Local steps times experts trained in them, in these rounds."),
     _gauge("spes_contributed_seconds", "Time that this peer has spent in training steps, since it first joined."),
+    _gauge("spes_experts_worth", "Nats per token by which the experts that this peer owned lowered the held-out loss, as"
+           " spes-p2p me --worth measured last; NaN before."),
+    _gauge("spes_experts_worth_round", "Last round in the base that it measured; NaN before."),
     _counter("spes_tokens_total", "Tokens trained by this peer.", PhaseTrained, lambda e: e.tokens),
     _counter("spes_steps_total", "Local optimizer steps of this peer.", PhaseTrained, lambda e: e.steps),
     _counter("spes_skipped_steps_total", "Local steps skipped because of a non-finite loss or gradient.",
@@ -162,7 +171,10 @@ METRICS = (
              events.DigestMismatch, lambda e: 1),
     Metric("spes_build_info", "gauge", "Program version and identity of campaign and peer; always 1."),
 )
-UNKNOWN_AT_FIRST = ("spes_loss", "spes_validation_loss", "spes_model_flops_utilization", "spes_owned_routing_share")
+UNKNOWN_AT_FIRST = (
+    "spes_loss", "spes_validation_loss", "spes_model_flops_utilization", "spes_owned_routing_share",
+    "spes_next_round_timestamp_seconds", "spes_experts_worth", "spes_experts_worth_round",
+)
 """Gauges that are NaN until the first measurement."""
 _CHANGES = {"gauge": "set", "counter": "inc", "histogram": "observe"}
 """Method of the client library that applies an event's value, by kind."""
@@ -189,6 +201,8 @@ class Metrics:
         self._peer_id = peer_id
         self._wall_time = wall_time
         self._last_commit = 0.0
+        self._commits: deque[float] = deque(maxlen=PACE_ROUNDS + 1)
+        self._caught_up = -1
         self._metrics = {row.name: _made(row, self.registry) for row in METRICS}
         for name in UNKNOWN_AT_FIRST:
             self._metrics[name].set(math.nan)
@@ -217,18 +231,38 @@ class Metrics:
                     getattr(metric.labels(*(labels if isinstance(labels, tuple) else (labels,))), change)(of_series)
         if isinstance(event, _BASE) and event.owners:
             self._metrics["spes_owned_experts"].set(sum(self._peer_id in owners for owners in event.owners))
-        if isinstance(event, RoundCommitted):
-            now, before = self._wall_time(), self._last_commit
-            self._last_commit = now
-            self._metrics["spes_last_commit_timestamp_seconds"].set(now)
-            self._metrics["spes_round_interval_seconds"].set(now - before if before else 0)
+        match event:
+            case events.CaughtUp():
+                self._caught_up = event.round
+            case RoundCommitted():
+                self._committed(event)
+            case events.Paused(reason=str(reason)) if reason:
+                self._metrics["spes_next_round_timestamp_seconds"].set(math.nan)
+            case events.Controlled(state="paused" | "stopped"):
+                self._metrics["spes_next_round_timestamp_seconds"].set(math.nan)
 
-    def follow(self, contributed: Contributed) -> None:
-        """Show what the peer has contributed, from its journal, so that a restart loses nothing."""
+    def _committed(self, event: RoundCommitted) -> None:
+        now, before = self._wall_time(), self._last_commit
+        self._last_commit = now
+        self._metrics["spes_round_interval_seconds"].set(now - before if before else 0)
+        self._metrics["spes_last_commit_timestamp_seconds"].set(now)
+        if event.round > self._caught_up:  # rounds that were decided without this peer say nothing about the pace
+            self._commits.append(now)
+        is_last = event.round == event.total_rounds
+        self._metrics["spes_next_round_timestamp_seconds"].set(math.nan if is_last else now + pace_s(self._commits))
+
+    def follow(self, contributed: Contributed, run_dir: Path) -> None:
+        """Show what the peer has contributed, from its journal, so that a restart loses nothing, and what that is worth."""
         self._metrics["spes_contributed_tokens"].set_function(lambda: contributed.tokens)
         self._metrics["spes_contributed_rounds"].set_function(lambda: contributed.rounds)
         self._metrics["spes_contributed_expert_steps"].set_function(lambda: contributed.expert_steps)
         self._metrics["spes_contributed_seconds"].set_function(lambda: contributed.trained_s)
+
+        def worth(figure: Callable[[Worth], float]) -> Callable[[], float]:
+            return lambda: math.nan if (kept := kept_worth(run_dir)) is None else figure(kept)
+
+        self._metrics["spes_experts_worth"].set_function(worth(lambda kept: kept.nats))
+        self._metrics["spes_experts_worth_round"].set_function(worth(lambda kept: kept.round))
 
     def serve(self, port: int, host: str = "127.0.0.1") -> MetricsServer:
         """Serve HTTP on host:port (0: any free port) until `close`. Raises UserError if the port is not available."""
@@ -284,7 +318,7 @@ A peer started with `--metrics-port P` serves these metrics at `http://127.0.0.1
 other machines and containers can scrape them too. Units are seconds, bytes, tokens and nats. Counters start at 0.
 `process_*` metrics (CPU, memory, open files) are included. [bootstrap/alerts.yml](../bootstrap/alerts.yml) has alert rules,
 [bootstrap/grafana](../bootstrap/grafana/spes_p2p.json) a dashboard. `dashboard` and `directory` serve others, about
-[alerts](dashboard.md#alerts) and [several campaigns](dashboard.md#several-campaigns-on-one-page).
+[alerts](dashboard.md#alerts), everybody's tokens, and [several campaigns](dashboard.md#several-campaigns-on-one-page).
 """
 
 

@@ -13,11 +13,10 @@ from spes_p2p.messages.fields import LONGEST_WORD, MAX_AUDITS
 from spes_p2p.messages.presence import PeerStatus
 from spes_p2p.observe import events
 from spes_p2p.observe.events import BaseRestored, Event, RoundCommitted, seconds_by_stage
+from spes_p2p.observe.pace import PACE_ROUNDS
 
 KEPT_STAGES = 12
 """Maximum number of recorded stages of the current round; a stalled round can have many."""
-PACE_ROUNDS = 8
-"""Estimate the time left from the median duration of this many rounds."""
 
 
 class StatusBoard:

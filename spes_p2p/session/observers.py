@@ -54,7 +54,7 @@ def observing(
     )
     board = StatusBoard(status, time.monotonic)
     metrics = Metrics(peer_id, config.name, campaign_hash)
-    metrics.follow(history.contributed)
+    metrics.follow(history.contributed, settings.run_dir)
     progress = ProgressLine(board)
     server = metrics.serve(settings.metrics_port, settings.metrics_host) if settings.metrics_port is not None else None
     if server is not None:

@@ -65,6 +65,10 @@ class Published:
     """The document of `status --json`."""
     curves: dict[str, Any] | None = None
     curves_version: int = 0
+    webhook_refusals: int = 0
+    """Posts that the webhook's URL did not take."""
+    webhook_waiting: int = 0
+    """Notices that wait for it."""
     version: int = 0
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
 

@@ -13,12 +13,12 @@ from importlib.resources import files
 from typing import Any
 
 from aiohttp import web
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Gauge, generate_latest
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 
-from spes_p2p.client.alerts import KINDS
 from spes_p2p.client.dashboard.card import status_card
 from spes_p2p.client.dashboard.own import OwnTrainer, refuse_other_names, require_loopback
 from spes_p2p.client.dashboard.poll import Published, watch
+from spes_p2p.client.dashboard.swarm_metrics import SwarmCollector
 from spes_p2p.client.dashboard.view import peer_rounds
 from spes_p2p.client.dashboard.webhook import post_alerts
 from spes_p2p.config.addresses import check_peer_addresses
@@ -91,6 +91,8 @@ def make_app(published: Published, own: OwnTrainer | None = None) -> web.Applica
     app.add_routes(own.routes(published) if own else [])
     app[PUBLISHED] = published
     page = files("spes_p2p.client.dashboard").joinpath("page.html").read_text(encoding="utf-8")
+    registry = CollectorRegistry()
+    registry.register(SwarmCollector(published))
     headers = {"Content-Security-Policy": content_policy(page), "X-Content-Type-Options": "nosniff", **NO_STORE}
 
     async def index(request: web.Request) -> web.Response:
@@ -105,7 +107,7 @@ def make_app(published: Published, own: OwnTrainer | None = None) -> web.Applica
         return handle
 
     async def metrics(request: web.Request) -> web.Response:
-        return web.Response(body=generate_latest(_alert_metrics(published)), headers={"Content-Type": CONTENT_TYPE_LATEST})
+        return web.Response(body=generate_latest(registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     async def card(request: web.Request) -> web.Response:
         text = status_card(published.view, published.state)
@@ -122,15 +124,6 @@ def make_app(published: Published, own: OwnTrainer | None = None) -> web.Applica
         web.get("/series.json", as_json(lambda: published.curves)), web.get("/status.json", as_json(lambda: published.status)),
     ])
     return app
-
-
-def _alert_metrics(published: Published) -> CollectorRegistry:
-    registry = CollectorRegistry()
-    gauge = Gauge("spes_alert", "1 while the dashboard shows an alert of this kind, otherwise 0.", ["kind"], registry=registry)
-    present = {alert.kind for alert in published.alerts}
-    for kind in KINDS:
-        gauge.labels(kind).set(kind in present)
-    return registry
 
 
 def content_policy(page: str) -> str:

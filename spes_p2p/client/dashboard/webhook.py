@@ -89,6 +89,8 @@ async def post_alerts(
                     # A URL often holds a secret in its path.
                     logger.warning("--webhook %s: %s; retrying every %.0f s", urlsplit(url).hostname, problem, retry_s)
                 post_at, failing = time.monotonic() + retry_s, True
+                published.webhook_refusals += 1
+            published.webhook_waiting = len(waiting)
             await asyncio.sleep(min(LOOK_EVERY_S, retry_s))
 
 
