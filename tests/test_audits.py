@@ -278,7 +278,15 @@ def test_pending_work_beyond_what_rounding_and_lost_rounds_leave_fails() -> None
 
 def test_pending_phases_are_those_since_a_round_that_took_all_audited_parts() -> None:
     auditing, part, other = object.__new__(Auditing), SimpleNamespace(start=3), SimpleNamespace(start=5)
-    log: Any = SimpleNamespace(begins=-1, commit_at=lambda number: SimpleNamespace(members="AX" if number >= 4 else "A"))
+    known = dict[str, Service]()
+
+    def commit_at(number: int) -> Any:
+        return SimpleNamespace(members="AX" if number in were or number >= 4 else "A")
+
+    were = set[int]()
+    log: Any = SimpleNamespace(
+        begins=-1, commit_at=commit_at, services=lambda number: known, recent=lambda number: [commit_at(number - 1)]
+    )
     auditing._node = cast(Any, SimpleNamespace(log=log))
 
     def left_out(after: int, *parts: Any) -> int:
@@ -290,6 +298,11 @@ def test_pending_phases_are_those_since_a_round_that_took_all_audited_parts() ->
     assert [left_out(9, part), left_out(9, other), left_out(11, other), left_out(7, part)] == [0, 2, 2, 2]
     assert left_out(5, part) == 1, "its first phase was that after round 4"
     assert left_out(4, part) == 0
+    were.add(2)
+    assert left_out(4, part) == 1, "it was away, and brings work back"
+    were.clear()
+    known["X"] = Service(9, 1)
+    assert left_out(4, part) == 1, "also after long"
 
 
 class Holding(SyntheticTrainer):

@@ -19,6 +19,7 @@ from itertools import islice
 
 import numpy as np
 
+from spes_p2p.consensus.admission import NO_SERVICE
 from spes_p2p.consensus.signed import read_signed
 from spes_p2p.content.pieces import BadPiece, Body, Content, Piece
 from spes_p2p.data.slices import end_of, union
@@ -167,13 +168,18 @@ class Auditing:
             del self._included[number]
 
     def _left_out(self, case: Case) -> int:
-        """Return how many phases of the member's may be pending: those since a round that took all of these parts."""
+        """Return how many phases of the member's may be pending: those since a round that took all of these parts.
+
+        Who was away brings back what it trained before.
+        """
         found, number, log = 0, case.base.round, self._node.log
         while found < MAX_PENDING_ROUNDS and number > max(0, log.begins):
             included = self._included.get(number)
-            is_included = included is not None and all(case.peer in included.get(part.start, ()) for part, _ in case.pushed)
-            if is_included or case.peer not in log.commit_at(number - 1).members:
+            if included is not None and all(case.peer in included.get(part.start, ()) for part, _ in case.pushed):
                 break
+            if case.peer not in log.commit_at(number - 1).members:
+                was_here = any(case.peer in commit.members for commit in log.recent(number - 1))
+                return found + (was_here or log.services(number - 1).get(case.peer, NO_SERVICE).rounds > 0)
             found, number = found + 1, number - 1
         return found
 
