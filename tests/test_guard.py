@@ -112,7 +112,7 @@ def test_a_runaway_loss_is_rolled_back_to_the_last_good_archived_base(caplog: py
 
     with caplog.at_level(logging.ERROR):
         simulate(main)
-    assert "6 after round 7" in caplog.text
+    assert "6.000 after round 7" in caplog.text
     assert "rolling back to round 2" in caplog.text
 
 
