@@ -456,6 +456,7 @@ BAD_COMMANDS: dict[str, tuple[Callable[[Place], list[str]], tuple[str, ...]]] = 
         ("not empty",)),
     "directory nothing": (lambda p: ["directory"], ("CAMPAIGN",)),
     "directory malformed": (lambda p: ["directory", f"{NOBODY},x"], ("'x'", "/ip4/")),
+    "directory of one twice": (lambda p: ["directory", NOBODY, NOBODY.replace("/ip4/", "/dns/")], ("a peer of 2 campaigns",)),
     "directory of too many": (lambda p: ["directory", *[NOBODY] * 65], ("65 campaigns: at most 64",)),
     "dashboard nothing": (lambda p: ["dashboard"], ("ADDRESS",)),
     "dashboard malformed": (lambda p: ["dashboard", "localhost"], ("'localhost'", "/ip4/")),

@@ -618,10 +618,10 @@ def test_an_extension_can_be_changed_and_taken_back_until_a_round_applies_it() -
     assert parse_order(["schedule", "7"])(extended).changes == ()
     assert describe(parse_order(["schedule", "8", "total_steps=80"])(extended), 7) == "from round 8 on total_steps 80"
     for words in ("schedule 7 total_steps=60", "schedule 7 total_steps=50"):
-        with pytest.raises(UserError, match="schedule 7 total_steps=NUMBER, with more than 60$"):
+        with pytest.raises(UserError, match=r"schedule 7 total_steps=NUMBER, with more than 60$"):
             parse_order(words.split())(extended)
     for words in ("schedule 8 total_steps=80", "schedule 7"):
-        with pytest.raises(UserError, match="give round 9 or later|order other settings from round 9 or later"):
+        with pytest.raises(UserError, match=r"give round 9 or later|order other settings from round 9 or later"):
             parse_order(words.split())(view(round_number=7, step=70, newest=order, applied=order))
 
 

@@ -198,13 +198,13 @@ def schedule(change: Change, view: CampaignView) -> Control:
         problems.append(str(error))
     if problems:
         raise UserError("; and ".join(problems))
+    if (view.is_complete and not extends) or (extends and config.training.total_steps <= view.step):
+        raise UserError(f"schedule {change.round}: the campaign is complete; give more steps: {_more_steps(view)}")
     reached = _steps_before(change.round, view)
-    if not (view.is_complete or extends) and "total_steps" in json.loads(change.training) and config.training.total_steps < reached:
+    if "total_steps" in json.loads(change.training) and config.training.total_steps < reached:
         raise UserError(
             f"schedule {change.round}: {reached} steps are trained by then; give more total_steps, an earlier round, or stop"
         )
-    if (view.is_complete and not extends) or (extends and config.training.total_steps <= view.step):
-        raise UserError(f"schedule {change.round}: the campaign is complete; give more steps: {_more_steps(view)}")
     return replace(control, changes=changes)
 
 
