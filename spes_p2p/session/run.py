@@ -69,6 +69,8 @@ LEAVING = "leaving after the current step"
 DAEMON_COLLECTS_AT = "50"
 """Percent by which the memory of a bootstrap peer's daemon grows between two collections; Go's default, 100, trades memory for
 time, of which this peer has more than a trainer."""
+STARTING_S = 120.0
+"""Wait for a bootstrap peer that was just started: on a busy machine it serves its campaign after tens of seconds."""
 WARN_EVERY_TRIES = 12
 """While no peer answers, warn about every two minutes."""
 
@@ -253,7 +255,7 @@ async def _prepare(
 ) -> _Ready:
     """Fetch the campaign, choose what to train, and open the run-dir; make base 0 there if all that it takes is at hand."""
     peers = [peer_of(address) for address in addresses]
-    files, genesis = await fetch_campaign(first_contact(net), peers, net.registry, settings.data_dir)
+    files, genesis = await fetch_campaign(first_contact(net), peers, net.registry, settings.data_dir, STARTING_S)
     check_run_dir(files, genesis, settings.run_dir)
     pauses.prepares("preparing to train")
     pauses.count(net.daemon_pid)
