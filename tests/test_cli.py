@@ -560,6 +560,7 @@ def test_with_log_json_every_line_is_json(case: list[str], levels: list[str], tm
     ended = call(*case, "--log-json", "--run-dir", str(tmp_path / "peer"))
     lines = [json.loads(line) for line in ended.stderr.splitlines()]
     assert [line["level"] for line in lines] == levels
+    assert (ended.stdout, "stderr" in call("join", "--help").stdout) == ("", True)
     assert all(line["message"] for line in lines)
 
 
