@@ -716,7 +716,7 @@ def test_news_of_an_order_are_what_it_changes() -> None:
 
 
 def test_what_the_guard_ordered_is_told_from_what_a_person_ordered() -> None:
-    guard = " (by the guard: the held-out loss ran away)"
+    guard = " (by the owner's bootstrap peer: the held-out loss ran away)"
     back = replace(rollback(2, view()), by_guard=True)
     assert describe(back, 4) == describe_news(back, None, 4) == f"rolled back to round 2{guard}"
     paused = replace(parse_order(["pause"])(view(newest=back, applied=back)), by_guard=True)
