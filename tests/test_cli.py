@@ -256,6 +256,9 @@ BAD_COMMANDS: dict[str, tuple[Callable[[Place], list[str]], tuple[str, ...]]] = 
     "init held-out is a copy": (init_with_copied_held_out, ("held_out.txt", "is training text too")),
     "init short held-out": (init_with_short_held_out, ("held_out_manifest.json", "holds a whole sample of 128 tokens")),
     "init epochs": (lambda p: init_with_text(p, "--epochs", "0"), ("--epochs 0",)),
+    "init folder": (
+        lambda p: ["init", str(p.folder / "über"), "--text", a_file(p)],
+        ("'über'", "(a to z)", "without --name it is the folder's")),
     "init name": (lambda p: init_with_text(p, "--name", "my campaign"), ("--name", "my campaign")),
     "init tokenizer": (lambda p: init_with_text(p, "--tokenizer", "no.json"), ("no.json: cannot read the tokenizer",)),
     "init few ids": (lambda p: init_with_text(p, "--tokenizer", "10"), ("--tokenizer 10", "300")),
