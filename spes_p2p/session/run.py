@@ -192,7 +192,9 @@ async def run_join(
     with contextlib.closing(pauses):
         while await pauses.over():
             try:
-                asked = addresses if not tries and await is_any_listening(addresses) else await _with_met(addresses, pauses.met)
+                asked = addresses
+                if tries or not await is_any_listening(addresses):
+                    asked = await with_met(addresses, pauses.met, tells=tries % WARN_EVERY_TRIES == 0)
                 await _join(asked, settings, on_joined, extension, pauses)
                 if not pauses.follows:
                     return
@@ -207,11 +209,12 @@ async def run_join(
         logger.info("left · %s", to_continue(settings.run_dir, settings.identity))
 
 
-async def _with_met(addresses: Sequence[str], met: Sequence[str]) -> Sequence[str]:
-    """Return these addresses, and those of peers that the trainer met before if one of these listens."""
+async def with_met(addresses: Sequence[str], met: Sequence[str], tells: bool) -> Sequence[str]:
+    """Return these addresses, and those of peers that the trainer met before if one of these listens. `tells`: it says so."""
     if not await is_any_listening(met):
         return addresses
-    logger.info("no peer answers at %s; joining through peers that this trainer met before", ", ".join(addresses))
+    log = logger.info if tells else logger.debug
+    log("no peer answers at %s; joining through peers that this trainer met before", ", ".join(addresses))
     return *addresses, *(address for address in met if address not in addresses)
 
 
