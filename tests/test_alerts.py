@@ -6,7 +6,7 @@ import asyncio
 import math
 import re
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -23,7 +23,9 @@ from spes_p2p.client.dashboard.view import swarm_view
 from spes_p2p.client.dashboard.webhook import HOLD_S, Notices, post_alerts
 from spes_p2p.config.addresses import check_webhook
 from spes_p2p.errors import UserError
+from spes_p2p.messages.presence import RoundRecord
 from spes_p2p.observe.swarm_status import gather, slow_lines
+from spes_p2p.testing.simulate.swarm import campaign
 
 EXPERTS = Alert("experts_without_owner", "warning", "no peer trains expert 3")
 ROUND_S = 21.0
@@ -32,6 +34,12 @@ ROUND_S = 21.0
 
 def found(swarm: Synthetic, later_s: float = 0.0) -> list[tuple[str, str]]:
     return [(each.kind, each.severity) for each in alerts(gather(swarm.statuses), swarm.records, swarm.now + later_s)]
+
+
+def on_losses(swarm: Synthetic, records: Sequence[RoundRecord], **sections: Any) -> list[Alert]:
+    """The alerts of a campaign that evaluates every five rounds."""
+    config = campaign(evaluation={"every_rounds": 5}, **sections).config
+    return alerts(gather(swarm.statuses), records, swarm.now, config=config)
 
 
 def changed(swarm: Synthetic, **fields: Any) -> Synthetic:
@@ -50,10 +58,31 @@ def test_the_held_out_loss_runs_away_when_three_evaluations_agree() -> None:
             replace(each, validation_loss=math.nan if each.round % 5 else 9.0 if each.round > bad_from else 4.0)
             for each in swarm.records
         ]
-        assert found(replace(swarm, records=records)) == expected
-    [alert] = alerts(gather(swarm.statuses), records, swarm.now)
+        assert [(each.kind, each.severity) for each in on_losses(swarm, records)] == expected
+    [alert] = on_losses(swarm, records)
     assert alert.text == ("the held-out loss runs away: 9.000 after round 30, 4.000 at best in two evaluations in a row; "
                           "the base of round 10 was still good")
+
+
+def test_the_alert_judges_the_loss_as_the_owners_guard_does() -> None:
+    """Of the evaluations that are due, each confirmed by another trainer, since the owner resumed the campaign."""
+    swarm = synthetic_swarm(3, 4, 60)
+
+    def records(losses: dict[int, float], pause: int = -1, away: Sequence[int] = ()) -> list[RoundRecord]:
+        return [replace(each, validation_loss=losses.get(each.round, math.nan), control="paused" if each.round == pause else "",
+                        contributions=each.contributions[:2] if each.round in away else each.contributions)
+                for each in swarm.records]
+
+    runs_away = dict.fromkeys((45, 50, 55, 60), 9.0)
+    course = {20: 3.70, 25: 3.66, 27: 3.66, 30: 3.832, 35: 3.72, 40: 3.77, **runs_away}
+    once_the_last = records(course, away=(27,))  # so it was evaluated, by another trainer than 25
+    assert on_losses(swarm, once_the_last)[0].text.endswith("the base of round 35 was still good")
+    assert on_losses(swarm, records(course, pause=42)) == []
+    course = {15: 3.7, 20: 3.0, 25: 3.0, 30: 3.7, 35: 3.7, 40: 3.7, **runs_away}
+    assert on_losses(swarm, records(course))[0].text.endswith("the base of round 20 was still good")
+    confirms_itself = records(course, away=(25,))
+    assert on_losses(swarm, confirms_itself)[0].text.endswith("the base of round 35 was still good")
+    assert on_losses(swarm, confirms_itself, admission="open")[0].text.endswith("the base of round 20 was still good")
 
 
 @pytest.mark.parametrize(("electors", "away", "severity"), [

@@ -256,6 +256,9 @@ BAD_COMMANDS: dict[str, tuple[Callable[[Place], list[str]], tuple[str, ...]]] = 
     "init held-out is a copy": (init_with_copied_held_out, ("held_out.txt", "is training text too")),
     "init short held-out": (init_with_short_held_out, ("held_out_manifest.json", "holds a whole sample of 128 tokens")),
     "init epochs": (lambda p: init_with_text(p, "--epochs", "0"), ("--epochs 0",)),
+    "init folder": (
+        lambda p: ["init", str(p.folder / "über"), "--text", a_file(p)],
+        ("'über'", "(a to z)", "without --name it is the folder's")),
     "init name": (lambda p: init_with_text(p, "--name", "my campaign"), ("--name", "my campaign")),
     "init tokenizer": (lambda p: init_with_text(p, "--tokenizer", "no.json"), ("no.json: cannot read the tokenizer",)),
     "init few ids": (lambda p: init_with_text(p, "--tokenizer", "10"), ("--tokenizer 10", "300")),
@@ -456,6 +459,7 @@ BAD_COMMANDS: dict[str, tuple[Callable[[Place], list[str]], tuple[str, ...]]] = 
         ("not empty",)),
     "directory nothing": (lambda p: ["directory"], ("CAMPAIGN",)),
     "directory malformed": (lambda p: ["directory", f"{NOBODY},x"], ("'x'", "/ip4/")),
+    "directory of one twice": (lambda p: ["directory", NOBODY, NOBODY.replace("/ip4/", "/dns/")], ("a peer of 2 campaigns",)),
     "directory of too many": (lambda p: ["directory", *[NOBODY] * 65], ("65 campaigns: at most 64",)),
     "dashboard nothing": (lambda p: ["dashboard"], ("ADDRESS",)),
     "dashboard malformed": (lambda p: ["dashboard", "localhost"], ("'localhost'", "/ip4/")),
@@ -559,6 +563,7 @@ def test_with_log_json_every_line_is_json(case: list[str], levels: list[str], tm
     ended = call(*case, "--log-json", "--run-dir", str(tmp_path / "peer"))
     lines = [json.loads(line) for line in ended.stderr.splitlines()]
     assert [line["level"] for line in lines] == levels
+    assert (ended.stdout, "stderr" in call("join", "--help").stdout) == ("", True)
     assert all(line["message"] for line in lines)
 
 

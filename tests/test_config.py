@@ -135,7 +135,8 @@ BAD_FILES = [
     ("merge_interval: 10", "merge_interval: 10\nsync:\n  codec: 8",
      "FILE, line 23: sync.codec = 8: must be a section; indent its fields below it"),
     ("name: tiny", "name: two words",
-     "FILE, line 1: name = 'two words': must be 1 to 63 letters, digits, '.', '_' or '-', and begin with a letter or digit"),
+     "FILE, line 1: name = 'two words': must be 1 to 63 letters (a to z), digits, '.', '_' or '-', and begin with a letter or "
+     "digit"),
     ("tokenizer: tokenizer.json", "tokenizer: [a, b]", "FILE, line 24: data.tokenizer = ['a', 'b']: must be text"),
     ("tokenizer: tokenizer.json", "tokenizer: ''", "FILE, line 24: data.tokenizer = '': must not be empty"),
     ("batch_size: 8", "batch_size: 8\n  batch_size: 16", "FILE, line 15: field 'batch_size' is given twice; keep one"),

@@ -170,11 +170,14 @@ def test_a_step_is_worth_a_warning_where_it_is_far_too_large_or_repeatedly_too_l
     trainer(UpdatesClipped(6, (), (("router", 0.95), ("experts", 0.9))))
     trainer(UpdatesClipped(7, (), (("router", 0.95),)))
     trainer(UpdatesClipped(9, (), (("experts", 0.2),)))
+    trainer(UpdatesClipped(10, (), (("shared", 0.7), *((f"expert.{n}", 0.4 + n / 100) for n in range(8)))))
     for number in (11, 12, 111):
         trainer(UpdatesClipped(number, (("peer-aaaaaa", 2), ("peer-bbbbbb", 1)), ()))
     assert [(record.levelno, record.message.partition(": ")[2]) for record in log.records] == [
         (logging.WARNING, "clipped the step of router to 0.95 of its size"),
         (logging.WARNING, "clipped the step of experts to 0.2 of its size"),
+        (logging.WARNING, "clipped the step of expert.0 to 0.4 of its size, the step of expert.1 to 0.41 of its size, "
+                          "the step of expert.2 to 0.42 of its size, those of 6 more groups by less"),
         (logging.WARNING, f"clipped 2 parts of this peer's update, 1 part of bbbbbb's update{WHY_CLIPPED}"),
         (logging.WARNING, "clipped 2 parts of this peer's update, 1 part of bbbbbb's update"),
     ]

@@ -609,6 +609,22 @@ def test_a_complete_campaign_takes_only_orders_that_add_steps() -> None:
             parse_order(words.split())(complete)
 
 
+def test_an_extension_can_be_changed_and_taken_back_until_a_round_applies_it() -> None:
+    complete = view(round_number=6, step=60)
+    order = parse_order(["schedule", "7", "total_steps=900"])(complete)
+    extended = view(round_number=6, step=60, newest=order)
+    shorter = parse_order(["schedule", "7", "total_steps=80"])(extended)
+    assert describe(shorter, 6) == "from round 7 on total_steps 80"
+    assert parse_order(["schedule", "7"])(extended).changes == ()
+    assert describe(parse_order(["schedule", "8", "total_steps=80"])(extended), 7) == "from round 8 on total_steps 80"
+    for words in ("schedule 7 total_steps=60", "schedule 7 total_steps=50"):
+        with pytest.raises(UserError, match=r"schedule 7 total_steps=NUMBER, with more than 60$"):
+            parse_order(words.split())(extended)
+    for words in ("schedule 8 total_steps=80", "schedule 7"):
+        with pytest.raises(UserError, match=r"give round 9 or later|order other settings from round 9 or later"):
+            parse_order(words.split())(view(round_number=7, step=70, newest=order, applied=order))
+
+
 def view(
     round_number: int = 3, newest: Control | None = None, step: int = 30, excluded: tuple[str, ...] = (),
     applied: Control | None = None,
@@ -700,7 +716,7 @@ def test_news_of_an_order_are_what_it_changes() -> None:
 
 
 def test_what_the_guard_ordered_is_told_from_what_a_person_ordered() -> None:
-    guard = " (by the guard: the held-out loss ran away)"
+    guard = " (by the owner's bootstrap peer: the held-out loss ran away)"
     back = replace(rollback(2, view()), by_guard=True)
     assert describe(back, 4) == describe_news(back, None, 4) == f"rolled back to round 2{guard}"
     paused = replace(parse_order(["pause"])(view(newest=back, applied=back)), by_guard=True)

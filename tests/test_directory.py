@@ -64,7 +64,7 @@ def test_one_that_does_not_answer_shows_that_with_its_last_state() -> None:
     assert "3 campaigns, 0 live\n" in text
     assert "no answer since 2001-09-09 01:46 UTC\n" in text
     assert "fable-1b\n" in text
-    assert "unknown campaign\nno answer\n" in text
+    assert f"unknown campaign\nno answer\n{NOBODY}\nit is off\n" in text
     assert "unknown campaign\nlooking for its peers\n" in text
 
 

@@ -112,7 +112,7 @@ def test_a_runaway_loss_is_rolled_back_to_the_last_good_archived_base(caplog: py
 
     with caplog.at_level(logging.ERROR):
         simulate(main)
-    assert "6 after round 7" in caplog.text
+    assert "6.000 after round 7" in caplog.text
     assert "rolling back to round 2" in caplog.text
 
 
@@ -124,7 +124,8 @@ def test_a_loss_that_runs_away_again_pauses_the_campaign(caplog: pytest.LogCaptu
         await swarm.until(lambda: is_paused(swarm.nodes["W"].log.last.control))
         assert sum(is_rollback(each.commit) for each in swarm.nodes["W"].log.since(-1)) == 1
         told = [event.news for event in swarm.recorders["A"].of(Controlled)]
-        assert told == [f"{order} (by the guard: the held-out loss ran away)" for order in ("rolled back to round 2", "paused")]
+        by_guard = "(by the owner's bootstrap peer: the held-out loss ran away)"
+        assert told == [f"{order} {by_guard}" for order in ("rolled back to round 2", "paused")]
         number = swarm.nodes["W"].log.round
         await asyncio.sleep(100)
         assert swarm.nodes["W"].log.round == number

@@ -57,6 +57,8 @@ def test_it_sums_the_certified_rounds() -> None:
     assert share.next_round_s == pytest.approx(8.0)
     assert "800 trained here are in the model, 26.7 % of all\n" in render(share)
     assert "round 3/20; the next in about 8.00 s" in render(share)
+    ended = own_share(journal(*rounds), ME, 3, RUNNING, now=122.0)
+    assert (ended.campaign_state, "round 3/3; the campaign is done" in render(ended)) == ("done", True)
 
 
 def test_no_round_is_expected_while_the_owner_has_paused_the_campaign() -> None:

@@ -77,3 +77,10 @@ def test_each_tool_explains_itself_and_does_nothing_else(tool: str) -> None:
     ended = subprocess.run([*command, "--help"], env=environment, capture_output=True, text=True, timeout=60, check=False)
     assert (ended.returncode, ended.stderr) == (0, "")
     assert f"tools/{tool}" in ended.stdout or "--help" in ended.stdout
+
+
+def test_the_attacks_have_no_table_without_results(tmp_path: Path) -> None:
+    command = [sys.executable, str(ROOT / "tools" / "attacks"), "table", str(tmp_path / "nothing")]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    assert (ended.returncode, ended.stderr.startswith(f"error: {tmp_path / 'nothing'}: no results; ")) == (1, True)

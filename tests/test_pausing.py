@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import fcntl
 import json
+import logging
 import os
 import re
 import signal
@@ -26,7 +27,7 @@ from spes_p2p.errors import NobodyAnswers, UserError
 from spes_p2p.observe.events import BaseRestored, RoundFailed, StateEntered
 from spes_p2p.session.own_state import OWNERS_PAUSE, OwnState, StateFile, order_pause, read_own_state
 from spes_p2p.session.pausing import Pauses
-from spes_p2p.session.run import run_join
+from spes_p2p.session.run import run_join, with_met
 from spes_p2p.storage.files import write_whole
 
 START_S = 90.0
@@ -470,3 +471,15 @@ def test_a_trainer_gives_way_and_says_what_its_quota_leaves(campaign: Path, tmp_
         assert 17 in niceness.values()
         assert others < 17, "streams and heartbeats keep their priority"
         assert {child.nice() for child in polite.children()} == {others}, "so does p2pd"
+
+
+def test_that_a_trainer_joins_through_peers_that_it_met_is_not_told_at_each_try(caplog: pytest.LogCaptureFixture) -> None:
+    async def main() -> None:
+        async with await asyncio.start_server(lambda reader, writer: writer.close(), "127.0.0.1", 0) as server:
+            met = f"/ip4/127.0.0.1/tcp/{server.sockets[0].getsockname()[1]}/p2p/QmMet"
+            for tells in (True, False, False):
+                assert await with_met(["/ip4/127.0.0.1/tcp/9/p2p/QmOwner"], [met], tells)
+
+    with caplog.at_level(logging.INFO):
+        asyncio.run(main())
+    assert caplog.text.count("joining through peers that this trainer met before") == 1

@@ -17,7 +17,7 @@ from spes_p2p.messages.audits import Audited
 from spes_p2p.messages.consensus import Ballot, CertifiedCommit, Control, Verdict
 from spes_p2p.messages.presence import PeerStatus
 from spes_p2p.net.rpc import RpcEndpoint
-from spes_p2p.observe.swarm_status import gather, swarm_status
+from spes_p2p.observe.swarm_status import SwarmStatus, gather, swarm_status
 from spes_p2p.observe.table import render_status
 from spes_p2p.testing.in_memory_world import in_memory_world
 from spes_p2p.testing.simulate.swarm import VirtualSwarm, campaign, simulate
@@ -150,6 +150,33 @@ def of_an_open_campaign(log: CommitLog, rounds: int, *passed: str) -> CommitLog:
         verdicts = tuple(Verdict("A", peer, number, True) for peer in passed if number == 0)
         found.put(CertifiedCommit(replace(last, round=number, verdicts=verdicts), Ballot(0, "W"), ()))
     return found
+
+
+def test_in_an_open_campaign_no_number_of_strangers_chooses_a_figure_of_all(log: CommitLog) -> None:
+    """Identities cost nothing, and a newcomer is a member after one round."""
+    open_campaign, known = campaign(total_steps=1000, admission="open"), of_an_open_campaign(log, log.round + 1)
+    a, *strangers, w = [
+        replace(each, campaign_hash=open_campaign.hash, round_seconds={"train": 10.0}) for each in honest(log)
+    ]
+    vouched = [a, replace(w, loss=math.nan, validation_loss=math.nan, members=())]  # W has only downloaded the base
+
+    def shown(**lies: Any) -> SwarmStatus:
+        return gather(corrected([*vouched, *(replace(each, **lies) for each in strangers)], known, open_campaign))
+
+    def of_all(swarm: SwarmStatus) -> str:
+        return repr(replace(swarm, peers=(), tokens_per_second=0.0))
+
+    for lie in (
+        {"loss": 0.1}, {"base_digest": "e" * 64}, {"validation_loss": 0.1, "validation_round": known.round},
+        {"loss": 0.1, "base_digest": "e" * 64}, {"seconds_left": 1.0}, {"round_seconds": {"train": 1e9}},
+        {"failing": {"left": 9}, "failures": {"left": 9}},
+    ):
+        assert of_all(shown(**lie)) == of_all(shown())
+    fastest = sum(each.steps for each in log.last.workloads[1:]) * 2 * 16 / 10.0
+    assert shown(tokens_per_second=1e12).tokens_per_second == 10.0 + fastest
+    assert shown(tokens_per_second=1.0).tokens_per_second == 10.0 + 2 * 1.0
+    unvouched = gather(corrected([replace(each, loss=3.0) for each in strangers], known, open_campaign))
+    assert unvouched.loss == 3.0, "while no vouched peer answers"
 
 
 def test_whom_the_owner_vouches_for_and_who_is_on_probation_is_what_commits_say(log: CommitLog) -> None:

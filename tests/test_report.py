@@ -60,7 +60,7 @@ class Page(HTMLParser):
 def test_a_report_has_the_run_and_loads_nothing(tmp_path: Path) -> None:
     records = [replace(record, control="paused" if record.round == 7 else "")
                for record in synthetic_swarm(3, 4, 12).records if record.round != 8]
-    by_guard = "paused (by the guard: the held-out loss ran away)"
+    by_guard = "paused (by the owner's bootstrap peer: the held-out loss ran away)"
     back = Controlled(8, 2, "paused", f"{by_guard}, rolled back to round 6")
     scores = TasksEvaluated(round=8, scores=(("arc_easy", "acc", 0.25, math.nan),))
     (tmp_path / "results.json").write_text(json.dumps(RESULTS))
@@ -79,8 +79,7 @@ def test_a_report_has_the_run_and_loads_nothing(tmp_path: Path) -> None:
         assert text in page.text, text
     assert "QmIdle" not in page.text
     _, orders = page.text.split("Orders of the owner")
-    assert orders.startswith("from roundorder7paused8paused (by the guard: the held-out loss ran away), rolled back to round 6"
-                             "9resumedConfiguration")
+    assert orders.startswith(f"from roundorder7paused8{by_guard}, rolled back to round 69resumedConfiguration")
     assert page.tags["svg"] == 5
     assert page.loaded == []
     assert "script" not in page.tags

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import logging
 from typing import Any, cast
 
 import msgpack
@@ -17,7 +18,7 @@ from spes_p2p.errors import UPGRADE, NobodyAnswers, UserError, version_advice
 from spes_p2p.messages.codec import _plain, pack, unpack
 from spes_p2p.messages.consensus import Control, ControlRequest, Requirement, Signed
 from spes_p2p.messages.framing import IGNORABLE, Kind
-from spes_p2p.messages.methods import CONTROL, PING, PROTOCOL_VERSION, ROUND
+from spes_p2p.messages.methods import CAMPAIGN, CONTROL, PING, PROTOCOL_VERSION, ROUND
 from spes_p2p.messages.rounds import Announcement, Ping
 from spes_p2p.net.interfaces import Channel, Handler, Transport, World
 from spes_p2p.net.rpc import RpcEndpoint, Stream
@@ -191,6 +192,27 @@ def test_who_asks_a_peer_that_still_starts_is_told_so_with_its_id_once() -> None
     async def answer_nothing(stream: Stream) -> None: ...
 
     simulate(main)
+
+
+def test_a_joiner_waits_for_a_peer_that_still_starts_and_gives_up_in_the_end(caplog: pytest.LogCaptureFixture) -> None:
+    async def main() -> None:
+        swarm = VirtualSwarm(campaign())
+        swarm.start_all()
+        await swarm.until_round(0)
+        starting = RpcEndpoint(in_memory_world(swarm.network, "starting").transport, 5.0)
+        await starting.serve(PING, swarm.nodes["W"]._on_campaign)
+        endpoint = RpcEndpoint(in_memory_world(swarm.network, "visitor").transport, 5.0)
+        with pytest.raises(NobodyAnswers, match="serves no campaign yet"):
+            await agreed_record(endpoint, ["starting"], patience_s=20.0)
+        waiting = asyncio.create_task(agreed_record(endpoint, ["starting"], patience_s=60.0))
+        await asyncio.sleep(30)
+        assert not waiting.done()
+        await starting.serve(CAMPAIGN, swarm.nodes["W"]._on_campaign)
+        assert (await waiting)[1] == ["starting"]
+
+    with caplog.at_level(logging.INFO):
+        simulate(main)
+    assert caplog.text.count("it runs, but serves no campaign yet); waiting until it does") == 2
 
 
 def test_a_version_that_another_peer_names_cannot_become_a_second_command() -> None:

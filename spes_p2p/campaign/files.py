@@ -129,13 +129,15 @@ def _mixed(config: CampaignConfig, paths: Sequence[Path]) -> bytes:
 
 
 async def fetch_campaign(
-    endpoint: RpcEndpoint, peers: Sequence[str], registry: Registry | None = None, folders: Sequence[Path] = ()
+    endpoint: RpcEndpoint, peers: Sequence[str], registry: Registry | None = None, folders: Sequence[Path] = (),
+    patience_s: float = 0.0,
 ) -> tuple[CampaignFiles, Commit]:
     """Fetch the files and the genesis commit of the campaign that these peers serve, verified by hash.
 
-    The peers in the registry serve files too. `folders`: local folders to search for token files. Raises UserError.
+    The peers in the registry serve files too. `folders`: local folders to search for token files.
+    `patience_s`: how long to wait for a peer that still starts. Raises UserError.
     """
-    record, donors = await agreed_record(endpoint, peers)
+    record, donors = await agreed_record(endpoint, peers, patience_s)
     campaign = parse_campaign(record.campaign_json, f"peer {donors[0]}")
     if record.genesis.campaign != campaign.hash:
         raise UserError(f"peer {donors[0]}: serves the genesis commit of another campaign; ask the campaign's owner")

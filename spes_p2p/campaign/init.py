@@ -211,7 +211,11 @@ def check_answers(answers: Answers) -> None:
 
 def check_place(folder: Path, name: str) -> None:
     """Raise UserError if the name is invalid or the folder already holds a campaign."""
-    parse_campaign_config({**_PLACEHOLDER, "name": name}, "--name")
+    try:
+        parse_campaign_config({**_PLACEHOLDER, "name": name}, "--name")
+    except UserError as error:
+        source = "; without --name it is the folder's" if name == folder.resolve().name else ""
+        raise UserError(f"{error}{source}") from None
     require_writable(folder)
     for made in (CAMPAIGN_YAML, TOKENIZER_JSON, CONFIG_JSON, TOKENS_FOLDER):
         if (folder / made).exists():

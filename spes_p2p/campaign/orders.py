@@ -52,7 +52,15 @@ class CampaignView:
     @property
     def is_complete(self) -> bool:
         """Whether the base includes the last step."""
-        return self.step >= scheduled(self.config, self.newest, self.round + 1).training.total_steps
+        return self._has_all_steps(self.newest)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether no phase is assigned, since the base includes the last step but for an order that no commit carries yet."""
+        return self._has_all_steps(self.applied)
+
+    def _has_all_steps(self, control: Control | None) -> bool:
+        return self.step >= scheduled(self.config, control, self.round + 1).training.total_steps
 
 
 MakeControl = Callable[[CampaignView], Control]
@@ -170,12 +178,16 @@ def stop(view: CampaignView) -> Control:
 
 
 def schedule(change: Change, view: CampaignView) -> Control:
-    """Change fields of `training` from a round on; of a complete campaign from the next one on, with more steps."""
+    """Change fields of `training` from a round on; of a complete campaign from the next one on, with more steps.
+
+    What such an extension says can be changed until a round applies it.
+    """
     control = _next(view, _state(view))
     changes = tuple(sorted((*control.changes, change), key=lambda change: change.round))
     config, problems = view.config, list[str]()
+    extends = view.has_ended and change.round == view.round + 1
     try:
-        if not view.is_complete:
+        if not (view.is_complete or extends):
             _check_ahead(f"schedule {change.round}", change.round, view)
     except UserError as error:
         problems.append(str(error))
@@ -186,13 +198,13 @@ def schedule(change: Change, view: CampaignView) -> Control:
         problems.append(str(error))
     if problems:
         raise UserError("; and ".join(problems))
+    if (view.is_complete and not extends) or (extends and config.training.total_steps <= view.step):
+        raise UserError(f"schedule {change.round}: the campaign is complete; give more steps: {_more_steps(view)}")
     reached = _steps_before(change.round, view)
-    if not view.is_complete and "total_steps" in json.loads(change.training) and config.training.total_steps < reached:
+    if "total_steps" in json.loads(change.training) and config.training.total_steps < reached:
         raise UserError(
             f"schedule {change.round}: {reached} steps are trained by then; give more total_steps, an earlier round, or stop"
         )
-    if view.is_complete and (change.round != view.round + 1 or config.training.total_steps <= view.step):
-        raise UserError(f"schedule {change.round}: the campaign is complete; give more steps: {_more_steps(view)}")
     return replace(control, changes=changes)
 
 
@@ -203,7 +215,7 @@ def unschedule(round_number: int, view: CampaignView) -> Control:
     if changes == control.changes:
         ahead = ", ".join(dict.fromkeys(str(each.round) for each in changes if each.round > view.round + 1))
         raise UserError(f"{order}: nothing is ordered from this round on; rounds with changes ahead: {ahead or 'none'}")
-    if round_number <= view.round + 1:
+    if round_number <= view.round + 1 and not (view.has_ended and round_number == view.round + 1):
         raise UserError(f"{order}: in effect already; order other settings from round {view.round + 2} or later on")
     config = view.config
     for each in changes:

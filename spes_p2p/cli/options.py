@@ -80,7 +80,7 @@ MetricsPort = Annotated[int | None, typer.Option(help="Serve Prometheus metrics 
 MetricsHost = Annotated[str | None, typer.Option(help="Address to serve the metrics on. Default: 127.0.0.1.")]
 TrackerName = Annotated[str | None, typer.Option("--tracker", help="Experiment tracker: none, wandb or trackio.")]
 LogLevel = Annotated[str | None, typer.Option(help="debug, info, warning or error.")]
-LogJson = Annotated[bool, typer.Option("--log-json", help="Log JSON lines.")]
+LogJson = Annotated[bool, typer.Option("--log-json", help="Log one JSON object a line, to stderr: 2>log.jsonl.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 

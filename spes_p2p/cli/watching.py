@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -11,7 +12,7 @@ import typer
 
 from spes_p2p.cli import options
 from spes_p2p.cli.terminal import run, say_waiting, waiting
-from spes_p2p.config.addresses import check_peer_addresses, check_webhook
+from spes_p2p.config.addresses import check_peer_addresses, check_webhook, peer_of
 from spes_p2p.errors import UserError
 from spes_p2p.observe.log import setup_logging
 from spes_p2p.storage.files import require_place, write_whole
@@ -99,6 +100,9 @@ def directory(
     check_peer_addresses([each for campaign in addresses for each in campaign])
     if len(campaigns) > MAX_LISTED_CAMPAIGNS:
         raise UserError(f"{len(campaigns)} campaigns: at most {MAX_LISTED_CAMPAIGNS}; run a second directory")
+    peers = Counter(peer for campaign in addresses for peer in {peer_of(each) for each in campaign})
+    for peer in (peer for peer, entries in peers.items() if entries > 1):
+        raise UserError(f"{peer}: a peer of {peers[peer]} campaigns; give each campaign once, its addresses between commas")
     setup_logging("warning", False)
     with waiting("starting") as end_waiting:
         from spes_p2p.client.dashboard.directory import run_directory

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 import time
 from collections.abc import Collection, Sequence
@@ -10,11 +9,12 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+from spes_p2p.config.campaign import CampaignConfig
 from spes_p2p.messages.presence import PeerStatus, RoundRecord
 from spes_p2p.observe.json_values import to_json
 from spes_p2p.observe.swarm_status import NO_MAJORITY, SwarmStatus, gather, lacking_vouched, slow_lines, swarm_status
 from spes_p2p.observe.units import counted, human_count, human_indices, human_loss, human_seconds, short_peer
-from spes_p2p.rounds.runaway import HeldOut, course_of
+from spes_p2p.rounds.runaway import recorded_course
 
 KINDS = (
     "nobody_answers", "loss_runs_away", "no_trainers", "no_vouched_trainer", "electors_missing", "no_round",
@@ -40,27 +40,30 @@ NO_TRAINERS = Alert("no_trainers", "critical", "no trainer is here; rounds go on
 
 
 def alerts(
-    swarm: SwarmStatus, records: Sequence[RoundRecord], now: float, were_slow: Collection[str] = ()
+    swarm: SwarmStatus, records: Sequence[RoundRecord], now: float, were_slow: Collection[str] = (),
+    config: CampaignConfig | None = None,
 ) -> list[Alert]:
     """Return the alerts, the worst first. `records`: by round, as far as known, at the clock of `now` (Unix time).
 
-    `were_slow`: trainers whose lines held rounds up at the last look.
+    `were_slow`: trainers whose lines held rounds up at the last look. `config`: of the campaign; no loss is judged without it.
     """
     found = [_vouched(swarm), _experts(swarm), _bases(swarm), _lines(swarm, were_slow)]
     if not swarm.done and swarm.state != "stopped":
-        found += [_loss(records), *([NO_TRAINERS] if swarm.is_asleep else [_electors(swarm), _stall(swarm, records, now)])]
+        found += [NO_TRAINERS] if swarm.is_asleep else [_electors(swarm), _stall(swarm, records, now)]
+        found += [_loss(records, config)] if config is not None else []
     return sorted((each for each in found if each is not None), key=lambda each: (each.severity, KINDS.index(each.kind)))
 
 
-def status_document(statuses: Sequence[PeerStatus], records: Sequence[RoundRecord] = ()) -> dict[str, Any]:
-    """Return the document of `spes-p2p status --json`. Without `records` it lacks the alerts that need them."""
-    found = alerts(gather(statuses), records, time.time())
+def status_document(statuses: Sequence[PeerStatus], found: Sequence[Alert] | None = None) -> dict[str, Any]:
+    """Return the document of `spes-p2p status --json`. `found`: the alerts; None: those that need no records of rounds."""
+    if found is None:
+        found = alerts(gather(statuses), (), time.time())
     return {**swarm_status(statuses), "alerts": to_json(found)}
 
 
-def _loss(records: Sequence[RoundRecord]) -> Alert | None:
+def _loss(records: Sequence[RoundRecord], config: CampaignConfig) -> Alert | None:
     """By the rule of the owner's bootstrap peer, which then rolls back."""
-    course = course_of(HeldOut(each.round, each.validation_loss) for each in records if math.isfinite(each.validation_loss))
+    course = recorded_course(records, config.evaluation.every_rounds, config.admission != "open")
     good, best = course.last_good_round, course.best
     if good is None or best is None:
         return None

@@ -65,7 +65,7 @@ class OwnShare:
     owned: tuple[int, ...]
     """Experts that were its own after the last round in its journal, also when it does not run."""
     campaign_state: str
-    """By the owner's last order in its journal: running, paused, stopped."""
+    """As far as its journal goes: running, paused, stopped, done."""
     trains: bool = False
     """Whether it trains; one that runs may wait."""
     worth: Worth | None = None
@@ -107,6 +107,8 @@ def own_share(
             base = entry
             total_rounds, owners = base.total_rounds or total_rounds, base.owners or owners
     is_running = state is not None and state.state == "running"
+    if campaign_state == "running" and base is not None and base.round >= total_rounds:
+        campaign_state = "done"
     goes_on = is_running and campaign_state == "running"
     owned = tuple(expert for expert, who in enumerate(owners) if peer_id in who)
     return OwnShare(

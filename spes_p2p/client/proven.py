@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from spes_p2p.config.campaign import Campaign
@@ -50,13 +50,14 @@ def corrected(
     What a peer of the last commits says of round, end, tokens, owners, electors and orders is replaced by what the commit of
     its round says. Peers that no recent commit names, and those that claim a round which no commit proves, keep what concerns
     only themselves. In an open campaign only electors judge others, since all of them are vouched for; an audit counts where a
-    commit has its verdict; and a peer's standing is that of the commits.
+    commit has its verdict; a peer's standing is that of the commits; and no stranger is faster than the work allows that
+    commits gave it.
     """
     verdicts, applied = _verdicts(log), log.last.control
+    train_s = _train_seconds(statuses, standings := _standings(log, campaign))
     is_pending = newest is not None and newest.number > number_of(applied)
     pending = describe_news(newest, applied, log.round)[:LONGEST_WORD] if newest is not None and is_pending else ""
     known = frozenset[str]().union(*(commit.participants for commit in log.recent(log.round)))
-    standings = _standings(log, campaign)
     found = []
     for status in statuses:
         if status.campaign_hash != campaign.hash:
@@ -66,6 +67,9 @@ def corrected(
         if status.peer_id not in known or status.round > max(0, log.round):
             found.append(_bare(status, campaign))
             continue
+        if train_s > 0 and standing != "vouched":
+            most = _assigned_tokens(status.peer_id, log, campaign) / train_s
+            status = replace(status, tokens_per_second=min(status.tokens_per_second, most))
         judges = campaign.config.admission == "open" and status.peer_id in log.last.electorate
         status = replace(status, campaign=campaign.config.name, min_peers=campaign.config.sync.min_peers, pending=pending,
                          scores=status.scores if judges else {},
@@ -99,6 +103,22 @@ def _standings(log: CommitLog, campaign: Campaign) -> dict[str, tuple[str, Proba
         probation = Probation(served.rounds, PROBATION_ROUNDS, served.audits, needed)
         found[peer] = ("vouched", None) if is_trusted else (standing, probation)
     return found
+
+
+def _train_seconds(statuses: Sequence[PeerStatus], standings: Mapping[str, tuple[str, Probation | None]]) -> float:
+    """Return how long the last phase took, by the peers of an open campaign for whom the owner vouches; 0: unknown."""
+    vouched = (each for each in statuses if standings.get(each.peer_id, ("", None))[0] == "vouched")
+    return max((each.round_seconds.get("train", 0.0) for each in vouched), default=0.0)
+
+
+def _assigned_tokens(peer: str, log: CommitLog, campaign: Campaign) -> int:
+    """Return the tokens of a phase that the last commits assigned to a peer; 0: none."""
+    for commit in log.recent(log.round):
+        for member, workload in zip(commit.members, commit.workloads, strict=False):
+            if member == peer:
+                training, _ = last_round(commit, campaign.config)
+                return workload.steps * training.batch_size * training.sequence_length
+    return 0
 
 
 def _verdicts(log: CommitLog) -> set[Verdict]:

@@ -51,7 +51,7 @@ def _auto_or_positive(value: object) -> object:
 
 
 CampaignName = Annotated[str, checked(
-    "must be 1 to 63 letters, digits, '.', '_' or '-', and begin with a letter or digit",
+    "must be 1 to 63 letters (a to z), digits, '.', '_' or '-', and begin with a letter or digit",
     re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,62}").fullmatch)]
 SourceName = Annotated[str, checked(
     "must be 1 to 32 letters, digits, '_' or '-', and begin with a letter or digit",

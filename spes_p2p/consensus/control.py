@@ -211,7 +211,7 @@ def describe(control: Control | None, round_number: int) -> str:
     if control.rollback >= 0:
         words.append(f"rolled back to round {control.rollback}")
     if control.by_guard and words:
-        words[0] += " (by the guard: the held-out loss ran away)"
+        words[0] += " (by the owner's bootstrap peer: the held-out loss ran away)"
     if control.requires is not None:
         words.append(f"protocol {control.requires.protocol} required from round {control.requires.from_round} on")
     if control.banned:

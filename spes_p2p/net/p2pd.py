@@ -282,4 +282,8 @@ def _explain(whom: str, message: str) -> Exception:
         return Refused(Code.UNKNOWN_METHOD, f"{whom} does not serve this")
     words = " ".join(message.split())
     _, is_dialling, causes = words.partition("all dials failed")  # after a chain of errors with the peer's id in each
-    return PeerUnreachable(f"{whom} cannot be dialled:{causes.replace(' * ', ' ')}" if is_dialling else f"{whom}: {words}")
+    if not is_dialling:
+        return PeerUnreachable(f"{whom}: {words}")
+    first, *more = causes.removeprefix(" * ").split(" * ")
+    others = f" (nor at {len(more)} more)" if more else ""
+    return PeerUnreachable(f"{whom} cannot be dialled: {first}{others}")

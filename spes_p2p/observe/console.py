@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -58,6 +58,8 @@ WHY_CLIPPED = ("; there this peer's update was larger than those of others, and 
 
 CLIPPED_AGAIN_ROUNDS = 100
 """That a member's update was clipped is told again after so many rounds."""
+NAMED_GROUPS = 3
+"""At most so many groups are named whose steps were scaled down."""
 _OF_ROUNDS = (events.Evaluated, events.UpdatesClipped, events.StepsRejected, events.VerdictsTaken, events.Controlled)
 """Events of a committed round that are no news once later rounds are decided."""
 
@@ -207,7 +209,7 @@ class RoundLog:
                 me = self._board.status.peer_id
                 whose = {peer: "this peer" if peer == me else peer[-6:] for peer, _ in event.parts}
                 parts = [f"{counted(count, 'part')} of {whose[peer]}'s update" for peer, count in event.parts]
-                steps = [f"the step of {name} to {factor:.2g} of its size" for name, factor in event.groups]
+                steps = _scaled(event.groups)
                 why = WHY_CLIPPED if not self._has_explained and me in dict(event.parts) else ""
                 self._has_explained |= bool(why)
                 return f"{self._nth(event.round)}: clipped {', '.join(parts + steps)}{why}"
@@ -436,6 +438,14 @@ class RoundLog:
 
     def _nth(self, number: int) -> str:
         return f"round {max(0, number)}/{self._board.status.total_rounds}"
+
+
+def _scaled(groups: Sequence[tuple[str, float]]) -> list[str]:
+    """Name the groups whose steps were scaled down, the most first; of many, those and the number of the others."""
+    ordered = sorted(groups, key=lambda group: group[1])
+    named = [f"the step of {name} to {factor:.2g} of its size" for name, factor in ordered[:NAMED_GROUPS]]
+    others = len(ordered) - len(named)
+    return [*named, f"those of {others} more groups by less"] if others > 0 else named
 
 
 def _short(peer_id: re.Match[str]) -> str:

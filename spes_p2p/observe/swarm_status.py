@@ -25,7 +25,11 @@ STILL_SLOW = 0.5
 
 @dataclass(frozen=True)
 class SwarmStatus:
-    """State of the swarm as the queried peers know it. The leading peers are those with the newest base."""
+    """State of the swarm as the queried peers know it. Of the believed peers, those with the newest base lead.
+
+    In an open campaign only peers for whom the owner vouches are believed about all, as long as one of them answers: other
+    identities cost nothing.
+    """
 
     campaign: str
     campaign_hash: str
@@ -44,7 +48,7 @@ class SwarmStatus:
     learning_rate: float
     merge_alpha: float
     tokens_per_second: float
-    """Sum over the trainers."""
+    """Sum over the trainers, by their own word."""
     seconds_left: float
     """NaN while the campaign waits."""
     base_digest: str
@@ -52,7 +56,7 @@ class SwarmStatus:
     """Whether all leading peers report the same digest."""
     round_tokens: int
     round_sent_bytes: int
-    """Sum over the leading peers in the last round."""
+    """Sum over all peers with the newest base in the last round."""
     round_received_bytes: int
     round_seconds: Mapping[str, float]
     """Seconds of the last round by stage, maximum over the leading peers."""
@@ -64,7 +68,7 @@ class SwarmStatus:
     electors_missing: tuple[str, ...]
     """Electors that did not answer."""
     failures: Mapping[str, int]
-    """Failed attempts by reason, maximum over the peers: all members count the same attempt."""
+    """Failed attempts by reason, maximum over the believed peers: all members count the same attempt."""
     failing: Mapping[str, int]
     """Failed attempts at the next round by reason, maximum over the leading peers."""
     digest_mismatches: int
@@ -147,8 +151,10 @@ def gather(statuses: Sequence[PeerStatus]) -> SwarmStatus:
         raise ValueError("no peer answered")
     peers = tuple(sorted(statuses, key=lambda status: (status.role != "trainer", status.peer_id)))
     with_base = [status for status in peers if status.base_digest] or peers
-    newest = max(status.round for status in with_base)
-    leading = [status for status in with_base if status.round == newest]
+    believed = [status for status in with_base if status.standing == "vouched"] or with_base
+    newest = max(status.round for status in believed)
+    leading = [status for status in believed if status.round == newest]
+    at_newest = [status for status in with_base if status.round == newest]
     agreeing = Counter((status.base_digest, status.loss) for status in leading)
 
     def standing(status: PeerStatus) -> tuple[bool, bool, int]:
@@ -157,8 +163,8 @@ def gather(statuses: Sequence[PeerStatus]) -> SwarmStatus:
 
     best = max(leading, key=standing)
     trains = any(status.role == "trainer" for status in peers)
-    lefts = (status.seconds_left for status in (best, *leading, *peers) if trains)
-    validation_round, validation_loss = _held_out(with_base)
+    lefts = (status.seconds_left for status in (best, *leading, *believed) if trains)
+    validation_round, validation_loss = _held_out(believed)
     swarm = SwarmStatus(
         **{name: getattr(best, name) for name in _OF_ONE_PEER},
         round=newest,
@@ -167,12 +173,12 @@ def gather(statuses: Sequence[PeerStatus]) -> SwarmStatus:
         tokens_per_second=sum(status.tokens_per_second for status in peers if status.role == "trainer"),
         seconds_left=next((left for left in lefts if math.isfinite(left)), math.nan),
         digests_equal=len({status.base_digest for status in leading if status.base_digest}) <= 1,
-        round_sent_bytes=sum(status.round_sent_bytes for status in leading),
-        round_received_bytes=sum(status.round_received_bytes for status in leading),
+        round_sent_bytes=sum(status.round_sent_bytes for status in at_newest),
+        round_received_bytes=sum(status.round_received_bytes for status in at_newest),
         round_seconds=_largest([status.round_seconds for status in leading]),
         ownerless=tuple(expert for expert, owners in enumerate(best.owners) if not owners) if any(best.owners) else (),
         electors_missing=tuple(sorted(set(best.electorate) - {status.peer_id for status in peers})),
-        failures=_most([status.failures for status in peers]),
+        failures=_most([status.failures for status in believed]),
         failing=_most([status.failing for status in leading]),
         digest_mismatches=sum(status.digest_mismatches for status in peers),
         dropped_tokens=sum(status.dropped_tokens for status in peers),

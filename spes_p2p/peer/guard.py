@@ -11,6 +11,7 @@ from spes_p2p.campaign.orders import CampaignView, pause, rollback
 from spes_p2p.consensus.control import is_paused, owner_of, runs, signed
 from spes_p2p.messages.codec import WireError, pack, unpack
 from spes_p2p.messages.fields import Round
+from spes_p2p.observe.units import human_loss
 from spes_p2p.peer.durable import read_record
 from spes_p2p.peer.node import Node
 from spes_p2p.rounds.archive import archived_rounds
@@ -85,7 +86,7 @@ class Guard:
             tuple(archived),
         )
         found = (
-            f"the held-out loss has run away: {newest.loss:.3g} after round {newest.round}, "
+            f"the held-out loss has run away: {human_loss(newest.loss)} after round {newest.round}, "
             f"and it was still good after round {good}"
         )
         if target < 0 or target == self._memory.returned_to:

@@ -8,7 +8,7 @@ from spes_p2p.config.campaign import CampaignConfig
 from spes_p2p.messages.codec import unpack
 from spes_p2p.messages.rounds import Announcement
 from spes_p2p.rounds.planned import Member, Plan
-from spes_p2p.rounds.runaway import HeldOut
+from spes_p2p.rounds.runaway import HeldOut, whose_turn
 
 
 def evaluators(plan: Plan | None, config: CampaignConfig) -> tuple[Member, ...]:
@@ -23,7 +23,7 @@ def evaluators(plan: Plan | None, config: CampaignConfig) -> tuple[Member, ...]:
     vouched = tuple(member for member in trainers if member.standing == "vouched")
     if config.admission == "open" and vouched:
         return vouched
-    return (trainers[(plan.round // every) % len(trainers)],)
+    return (whose_turn(plan.round, every, trainers),)
 
 
 def reported_loss(parent: Plan | None, plan: Plan, config: CampaignConfig) -> HeldOut | None:

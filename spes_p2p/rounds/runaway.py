@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 from annotated_types import MaxLen
 
 from spes_p2p.messages.fields import Loss, PeerId, Round
+from spes_p2p.messages.presence import RoundRecord
+
+T = TypeVar("T")
 
 RUNAWAY_NATS = 0.5
 """A base this far above the best one has run away. Healthy runs stay within some hundredths of their best evaluation."""
@@ -73,6 +77,27 @@ class Course:
     def without_latest(self) -> Course:
         """Return the course of a campaign that returned to a good base."""
         return replace(self, latest=())
+
+
+def whose_turn(round_number: int, every_rounds: int, trainers: Sequence[T]) -> T:
+    """Return the trainer that evaluates a round's base. `trainers`: of that round, in the plan's order."""
+    return trainers[(round_number // every_rounds) % len(trainers)]
+
+
+def recorded_course(records: Sequence[RoundRecord], every_rounds: int, takes_turns: bool) -> Course:
+    """Return the course as the owner's guard sees it: of the evaluations that are due, since the owner last resumed.
+
+    `records`: by round. `takes_turns`: whether one trainer evaluates at a time.
+    """
+    course = Course()
+    for record, following in zip(records, [*records[1:], None], strict=True):
+        if following is not None and record.control.startswith("paused") and not following.control.startswith("paused"):
+            course = Course()
+        if every_rounds and record.round % every_rounds == 0 and math.isfinite(record.validation_loss):
+            trainers = [each.peer for each in record.contributions]
+            by = whose_turn(record.round, every_rounds, trainers) if takes_turns and len(trainers) > 1 else ""
+            course = course.after(HeldOut(record.round, record.validation_loss, by))
+    return course
 
 
 def course_of(evaluations: Iterable[HeldOut]) -> Course:

@@ -69,6 +69,8 @@ LEAVING = "leaving after the current step"
 DAEMON_COLLECTS_AT = "50"
 """Percent by which the memory of a bootstrap peer's daemon grows between two collections; Go's default, 100, trades memory for
 time, of which this peer has more than a trainer."""
+STARTING_S = 120.0
+"""Wait for a bootstrap peer that was just started: on a busy machine it serves its campaign after tens of seconds."""
 WARN_EVERY_TRIES = 12
 """While no peer answers, warn about every two minutes."""
 
@@ -190,7 +192,9 @@ async def run_join(
     with contextlib.closing(pauses):
         while await pauses.over():
             try:
-                asked = addresses if not tries and await is_any_listening(addresses) else await _with_met(addresses, pauses.met)
+                asked = addresses
+                if tries or not await is_any_listening(addresses):
+                    asked = await with_met(addresses, pauses.met, tells=tries % WARN_EVERY_TRIES == 0)
                 await _join(asked, settings, on_joined, extension, pauses)
                 if not pauses.follows:
                     return
@@ -205,11 +209,12 @@ async def run_join(
         logger.info("left · %s", to_continue(settings.run_dir, settings.identity))
 
 
-async def _with_met(addresses: Sequence[str], met: Sequence[str]) -> Sequence[str]:
-    """Return these addresses, and those of peers that the trainer met before if one of these listens."""
+async def with_met(addresses: Sequence[str], met: Sequence[str], tells: bool) -> Sequence[str]:
+    """Return these addresses, and those of peers that the trainer met before if one of these listens. `tells`: it says so."""
     if not await is_any_listening(met):
         return addresses
-    logger.info("no peer answers at %s; joining through peers that this trainer met before", ", ".join(addresses))
+    log = logger.info if tells else logger.debug
+    log("no peer answers at %s; joining through peers that this trainer met before", ", ".join(addresses))
     return *addresses, *(address for address in met if address not in addresses)
 
 
@@ -253,7 +258,7 @@ async def _prepare(
 ) -> _Ready:
     """Fetch the campaign, choose what to train, and open the run-dir; make base 0 there if all that it takes is at hand."""
     peers = [peer_of(address) for address in addresses]
-    files, genesis = await fetch_campaign(first_contact(net), peers, net.registry, settings.data_dir)
+    files, genesis = await fetch_campaign(first_contact(net), peers, net.registry, settings.data_dir, STARTING_S)
     check_run_dir(files, genesis, settings.run_dir)
     pauses.prepares("preparing to train")
     pauses.count(net.daemon_pid)

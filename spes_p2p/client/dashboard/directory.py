@@ -90,8 +90,9 @@ def _article(listed: Listed) -> str:
     known = listed.seen
     if known is None:
         state = "no answer" if listed.problem else "looking for its peers"
+        why = f"<p>{html.escape(listed.problem)}</p>" if listed.problem else ""
         address = f'<p class="soft id">{html.escape(listed.addresses[0])}</p>'
-        return f'<article><header><h2>unknown campaign</h2>{_state(False, state)}</header>{address}</article>'
+        return f'<article><header><h2>unknown campaign</h2>{_state(False, state)}</header>{address}{why}</article>'
     last = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(listed.updated))
     now = known.state
     if now == "running":

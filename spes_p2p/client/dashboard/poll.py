@@ -193,8 +193,8 @@ def _publish(
     published.slow = slow_lines(statuses, published.slow)
     published.view = swarm_view(statuses, history.by_peer, totals_of(records), now, published.slow)
     published.by_peer = history.by_peer
-    published.known_alerts = alerts(gather(statuses), records, now, published.slow)
-    published.status = status_document(statuses, records)
+    published.known_alerts = alerts(gather(statuses), records, now, published.slow, config)
+    published.status = status_document(statuses, published.known_alerts)
     take = f"spes-p2p export --from {address} --output checkpoint"
     published.command = take if published.view["done"] else f"spes-p2p join {address}"
     curves = series(records, history.traffic, config, history.control, history.stages)
