@@ -200,6 +200,7 @@ def test_a_seed_with_an_attacker_replays_exactly_and_differs_from_the_clean_one(
 
 def test_memory_is_not_measured_in_a_run_that_ends_before_it_is_warm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(virtual, "STUCK_S", 2.0)
+    monkeypatch.setattr(virtual, "STUCK_PHASES", 0)
     found = attacked("copy")
     assert [violation.rule for violation in found.violations] == ["stuck"]
     assert found.attacked is not None
