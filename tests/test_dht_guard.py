@@ -34,6 +34,7 @@ from spes_p2p.net.dht_guard import (
     DHTGuard,
     OwnedRecords,
     check_answers_apart,
+    keep_own_records_only,
     node_id_of,
     owner_of_subkey,
 )
@@ -221,23 +222,51 @@ def test_a_node_that_answers_with_records_of_its_invention_hides_no_honest_answe
                 signed = signer.sign_value(DHTRecord(node.key, subkey, value, now + 20 + number))
                 found.store(signer.local_public_key, signed, now + 20 + number)
 
-        async def call_find(peer: PeerID, keys: Collection[DHTID]) -> DictionaryDHTValue | None:
+        async def call_find(peer: PeerID, keys: Collection[DHTID]) -> dict[DHTID, Any]:
             found = answers[str(peer)]
-            return found if protocol._validate_dictionary(node.key, found) else None
+            return {DHTID.from_bytes(node.key): (found if protocol._validate_dictionary(node.key, found) else None, {})}
+
+        async def ask(peer: PeerID) -> list[bytes]:
+            (found, _), = (await protocol.call_find(peer, [])).values()
+            return [subkey for subkey, _ in found.items()]
 
         protocol: Any = SimpleNamespace(serializer=MSGPackSerializer, call_find=call_find)
         check_answers_apart(cast(DHTNode, SimpleNamespace(protocol=protocol)), node.records)
         liar, honest = (PeerID.from_base58(RSAIdentity(tmp_path / name).peer_id) for name in ("liar", "honest"))
         for number in range(5):
             answer(liar, number)
-            found = await protocol.call_find(liar, [])
+            found = await ask(liar)
             assert number or len(found) == 3
-        assert not len(found)
+        assert not found
         answer(honest, 5)
         answers[str(honest)].store(signers[0].local_public_key, b"not signed", now + 30)
-        assert {key for key, _ in (await protocol.call_find(honest, [])).items()} == {
-            signer.local_public_key for signer in signers[1:]
-        }
+        assert set(await ask(honest)) == {signer.local_public_key for signer in signers[1:]}
+
+    run(main())
+
+
+def test_a_node_is_known_under_its_own_id_only_whoever_names_it(tmp_path: Path) -> None:
+    """Under ids of its choice next to a key, it would be asked to store all records, and for them."""
+
+    async def main() -> None:
+        node, key = Node(tmp_path), DHTID.generate(source="peers")
+        liar, honest = (PeerID.from_base58(RSAIdentity(tmp_path / name).peer_id) for name in ("liar", "honest"))
+        named = {DHTID(key ^ number): liar for number in range(20)} | {node_id_of(str(honest)): honest}
+        known = dict[DHTID, PeerID]()
+
+        async def call_find(peer: PeerID, keys: Collection[DHTID]) -> dict[DHTID, Any] | None:
+            return {key: (None, named)} if keys else None
+
+        table: Any = SimpleNamespace(add_or_update_node=lambda node_id, peer: known.update({node_id: peer}))
+        protocol: Any = SimpleNamespace(call_find=call_find, routing_table=table)
+        stub = cast(DHTNode, SimpleNamespace(protocol=protocol))
+        check_answers_apart(stub, node.records)
+        keep_own_records_only(stub)
+        assert await protocol.call_find(liar, [key]) == {key: (None, {node_id_of(str(honest)): honest})}
+        assert await protocol.call_find(liar, []) is None, "it did not answer"
+        for node_id, peer in named.items():
+            await protocol.update_routing_table(node_id, peer)
+        assert known == {node_id_of(str(honest)): honest}
 
     run(main())
 

@@ -202,15 +202,15 @@ def node_id_of(peer: str) -> DHTID:
 
 
 def keep_own_records_only(node: DHTNode) -> None:
-    """Stop the node from handing records over to nodes that it meets: each peer stores its own everywhere.
+    """Stop the node from handing records over to nodes that it meets, and from taking nodes under ids of their choice.
 
-    Without this, every request from an unknown node goes through all records.
+    Each peer stores its own records everywhere. Without this, every request from an unknown node goes through all records.
     """
     protocol = node.protocol
 
     async def update_routing_table(node_id: DHTID | None, peer_id: Any, responded: bool = True) -> None:
         node_id = node_id if node_id is not None else protocol.routing_table.get(peer_id=peer_id)
-        if node_id is None:
+        if node_id is None or node_id != node_id_of(str(peer_id)):
             return
         if responded:
             doubtful = protocol.routing_table.add_or_update_node(node_id, peer_id)
@@ -225,6 +225,8 @@ def keep_own_records_only(node: DHTNode) -> None:
 def check_answers_apart(node: DHTNode, records: OwnedRecords) -> None:
     """Give each node its own allowance of signatures in its answers to look-ups, and drop wrong records one by one.
 
+    Also drop nodes that it names under ids of its choice: twenty of them next to a key would have all of its records.
+
     hivemind drops an answer whole, and a node may answer with any records: with one allowance for all, a liar's new signatures
     use it up, and honest answers are dropped.
     """
@@ -234,7 +236,11 @@ def check_answers_apart(node: DHTNode, records: OwnedRecords) -> None:
 
     async def call_find_of(peer: PeerID, keys: Collection[DHTID]) -> Any:
         sender.set(str(peer))
-        return await call_find(peer, keys)
+        found = await call_find(peer, keys)
+        return found and {
+            key: (value, {node_id: each for node_id, each in nearest.items() if node_id == node_id_of(str(each))})
+            for key, (value, nearest) in found.items()
+        }
 
     def keep_right_ones(key: bytes, found: DictionaryDHTValue) -> bool:
         allowance = checks.of(sender.get())
