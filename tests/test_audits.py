@@ -47,6 +47,7 @@ from spes_p2p.rounds.audits import (
     in_order,
     is_drawn,
     is_urgent,
+    pending_share,
     still_convicted,
     verdicts_of,
 )
@@ -271,12 +272,13 @@ def test_pending_work_beyond_what_rounding_and_lost_rounds_leave_fails() -> None
     """It is the member's word: an honest phase on invented pending work would move the base anywhere."""
     assert has_passed(Score(4, 1.0, 1.0, 0.15, 0.97))
     assert not has_passed(Score(4, 1.0, 1.0, 1.0, 0.7))
-    assert has_passed(Score(4, 1.0, 1.0, 1.0, 0.7), left_out=1)
-    assert not has_passed(Score(4, 1.0, 1.0, 3.0, 0.7), left_out=1)
-    assert not has_passed(Score(4, 1.0, 1.0, 1.0, 0.0), left_out=2)
+    assert not has_passed(Score(4, 1.0, 1.0, 0.4, 0.3))
+    made, pending = np.full(4, 2.0, np.float32), np.full(4, -3.0, np.float32)
+    assert [pending_share(pending, made, left_out) for left_out in (0, 1)] == [1.5, -0.5]
+    assert pending_share(pending, np.zeros(4), 0) == math.inf
 
 
-def test_pending_phases_are_those_since_a_round_that_took_all_audited_parts() -> None:
+def test_pending_phases_of_a_part_are_those_since_a_round_that_took_it() -> None:
     auditing, part, other = object.__new__(Auditing), SimpleNamespace(start=3), SimpleNamespace(start=5)
     known = dict[str, Service]()
 
@@ -289,9 +291,9 @@ def test_pending_phases_are_those_since_a_round_that_took_all_audited_parts() ->
     )
     auditing._node = cast(Any, SimpleNamespace(log=log))
 
-    def left_out(after: int, *parts: Any) -> int:
-        case: Any = SimpleNamespace(peer="X", base=SimpleNamespace(round=after), pushed=[(each, b"") for each in parts])
-        return auditing._left_out(case)
+    def left_out(after: int, part: Any) -> int:
+        case: Any = SimpleNamespace(peer="X", base=SimpleNamespace(round=after))
+        return auditing._left_out(case, part)
 
     both, none = {3: frozenset("AX"), 5: frozenset("A")}, dict[int, frozenset[str]]()
     auditing._included = {7: none, 8: both, 9: both, 11: both}

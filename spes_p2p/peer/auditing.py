@@ -49,6 +49,7 @@ from spes_p2p.rounds.audits import (
     has_passed,
     in_order,
     is_urgent,
+    pending_share,
 )
 from spes_p2p.rounds.base import Base
 from spes_p2p.rounds.claims import outstanding
@@ -99,6 +100,8 @@ class Audit:
     """What the member had before the phase."""
     state: Draft
     """The same after the steps that are trained again."""
+    left_out: Mapping[int, int]
+    """By start of a pushed part: earlier phases that may be pending in it."""
     done: int = 0
 
 
@@ -167,15 +170,15 @@ class Auditing:
         for number in [number for number in self._included if number <= commit.round - REPORT_ROUNDS - MAX_PENDING_ROUNDS]:
             del self._included[number]
 
-    def _left_out(self, case: Case) -> int:
-        """Return how many phases of the member's may be pending: those since a round that took all of these parts.
+    def _left_out(self, case: Case, part: Part) -> int:
+        """Return how many phases of the member's may be pending in a part: those since a round that took it.
 
         Who was away brings back what it trained before.
         """
         found, number, log = 0, case.base.round, self._node.log
         while found < MAX_PENDING_ROUNDS and number > max(0, log.begins):
             included = self._included.get(number)
-            if included is not None and all(case.peer in included.get(part.start, ()) for part, _ in case.pushed):
+            if included is not None and case.peer in included.get(part.start, ()):
                 break
             if case.peer not in log.commit_at(number - 1).members:
                 was_here = any(case.peer in commit.members for commit in log.recent(number - 1))
@@ -296,7 +299,8 @@ class Auditing:
             await asyncio.sleep(ASK_AGAIN_S[min(asked, len(ASK_AGAIN_S) - 1)])
             asked += 1
         if not missing:
-            self._arrived[case] = Audit(replace(case, pushed=pushed), draft, draft)
+            left_out = {part.start: self._left_out(case, part) for part, _ in pushed}
+            self._arrived[case] = Audit(replace(case, pushed=pushed), draft, draft, left_out)
         elif node.log.begins <= case.round + 1 <= node.log.round and case.peer in node.log.commit_at(case.round + 1).members:
             self._conclude(case, Score(0))
         else:
@@ -352,7 +356,7 @@ class Auditing:
 
     def _conclude(self, case: Case, score: Score) -> None:
         self._drop(case)
-        passed = has_passed(score, self._left_out(case))
+        passed = has_passed(score)
         made = Audited(case.round, case.peer, passed, score.steps, score.cosine, score.norm_ratio)
         self._made.append(made)
         self._observer(PhaseAudited(made))
@@ -396,18 +400,18 @@ class Auditing:
             common = {name: values for name, values in moments.items() if _is_common(tensors.get(name.partition("/")[2]))}
             if not are_plausible(common, trainer.optimizer_state(in_full=True), decay):
                 return Score(case.phase.steps, 0.0, 0.0)
-            return self._compared(case, moments)
+            return self._compared(audit, moments)
         finally:
             trainer.assign(owned, base)
             trainer.load_base(base)
             trainer.load_optimizer_state(read_tensors(own.view())[0])
             ledger.restore_pending(trainer, pending)
 
-    def _compared(self, case: Case, moments: Mapping[str, np.ndarray]) -> Score:
+    def _compared(self, audit: Audit, moments: Mapping[str, np.ndarray]) -> Score:
         """Compare the member's update with what the trainer has now. `moments`: what both had before the phase."""
-        trainer = self._replica.trainer
+        case, trainer = audit.case, self._replica.trainer
         assert trainer is not None
-        both = sent_square = made_square = along = whole_square = pending_square = 0.0
+        both = sent_square = made_square = along = whole_square = most_pending = 0.0
         for part, body in case.pushed:
             place = slice(part.start - part.group.start, part.stop - part.group.start)
             made = trainer.read(part.group, place.start, place.stop) - case.base.values[part.start : part.stop]
@@ -418,7 +422,8 @@ class Auditing:
             made = made - pending[place]
             along += float(np.vdot(sent, made))
             whole_square += float(np.vdot(sent, sent))
-            pending_square += float(np.vdot(pending[place], pending[place]))
+            excess = pending_share(pending[place], made, audit.left_out[part.start])
+            most_pending = max(most_pending, excess)
             sent = sent - pending[place]
             both += float(np.vdot(sent, made))
             sent_square += float(np.vdot(sent, sent))
@@ -428,7 +433,7 @@ class Auditing:
         sent_norm, made_norm, whole_norm = map(math.sqrt, (sent_square, made_square, whole_square))
         return Score(
             case.phase.steps, both / (sent_norm * made_norm), sent_norm / made_norm,
-            math.sqrt(pending_square) / made_norm, along / (whole_norm * made_norm) if whole_norm else 0.0,
+            most_pending, along / (whole_norm * made_norm) if whole_norm else 0.0,
         )
 
 

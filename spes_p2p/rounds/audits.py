@@ -13,6 +13,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 
+import numpy as np
+
 from spes_p2p.config.campaign import CampaignConfig
 from spes_p2p.consensus.admission import NO_SERVICE, Service, begins_anew, is_past_probation, owes_an_audit
 from spes_p2p.messages.consensus import Commit, Verdict, Workload
@@ -33,9 +35,9 @@ LEAST_COSINE, LEAST_NORM_RATIO = 0.9, 0.75
 """Of an update of shared weights and router with that of training again, and of the smaller of the two norms to the larger.
 Honest ones have 0.979 and 0.99 or more, also in another arithmetic; half of 16 steps at most 0.89 (docs/security.md)."""
 ROUNDING_SHARE, LEFT_OUT_SHARE, LEAST_DIRECTION = 0.5, 2.0, 0.4
-"""Bound the norm of pending work by that of the phase's update: of what rounding leaves, and for each phase that rounds left
-out; and the cosine of all that was sent with the phase's update. Honest ones have 0.15 and 0.97 where nothing was left out.
-Pending work is the member's word, and could be anything."""
+"""Bound the norm of pending work by that of the phase's update, in each part: what rounding leaves, and more for each phase
+that rounds left out; and the cosine of all that was sent with the phase's update. Honest ones have 0.15 and 0.97 where nothing
+was left out. Pending work is the member's word, and could be anything."""
 AUDITORS_SHARE = 10.0
 """An auditor spends at most this many times `sync.audited_share` of its steps on audits, in the long run."""
 NEWCOMERS_SHARE = 4.0
@@ -227,18 +229,24 @@ class Score:
     norm_ratio: float = math.nan
     """Norm of the member's update over that of the auditor's."""
     pending: float = 0.0
-    """Norm of the member's pending work before the phase over that of the auditor's update."""
+    """Largest `pending_share` of the parts."""
     direction: float = 1.0
     """Cosine of what the member sent, pending work included, with the auditor's update."""
 
 
-def has_passed(score: Score, left_out: int = 0) -> bool:
-    """Return whether an update is what training gives, as far as its codec and the auditor's arithmetic let one tell.
+def pending_share(pending: np.ndarray, made: np.ndarray, left_out: int) -> float:
+    """Return the norm of a part's pending work before a phase over that of the phase's update, beyond what may be pending.
 
-    `left_out`: earlier phases that may be pending.
+    `left_out`: earlier phases that rounds did not take, which may be.
     """
+    norms = float(np.linalg.norm(pending)), float(np.linalg.norm(made))
+    return norms[0] / norms[1] - LEFT_OUT_SHARE * left_out if norms[1] else math.inf if norms[0] else 0.0
+
+
+def has_passed(score: Score) -> bool:
+    """Return whether an update is what training gives, as far as its codec and the auditor's arithmetic let one tell."""
     is_trained = score.cosine >= LEAST_COSINE and LEAST_NORM_RATIO <= score.norm_ratio <= 1 / LEAST_NORM_RATIO
-    is_usual = score.pending <= ROUNDING_SHARE + LEFT_OUT_SHARE * left_out and score.direction >= LEAST_DIRECTION
+    is_usual = score.pending <= ROUNDING_SHARE and score.direction >= LEAST_DIRECTION
     return score.steps > 0 and is_trained and is_usual
 
 
