@@ -69,7 +69,9 @@ def test_a_python_that_will_not_do_costs_one_line(tmp_path: Path, body: str | No
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("tool", [path.name for path in sorted((ROOT / "tools").iterdir()) if os.access(path, os.X_OK)])
+@pytest.mark.parametrize(
+    "tool", [path.name for path in sorted((ROOT / "tools").iterdir()) if path.is_file() and os.access(path, os.X_OK)]
+)
 def test_each_tool_explains_itself_and_does_nothing_else(tool: str) -> None:
     path = ROOT / "tools" / tool
     command = [path] if path.read_text().startswith("#!/usr/bin/env bash") else [sys.executable, path]

@@ -25,6 +25,7 @@ from spes_p2p.messages.admission import Invitation
 from spes_p2p.messages.codec import WireError, pack, unpack
 from spes_p2p.messages.consensus import Commit, Control
 from spes_p2p.messages.content import CampaignRecord, CampaignRequest
+from spes_p2p.messages.fields import MAX_MEMBERS
 from spes_p2p.messages.methods import CAMPAIGN, COMMITS, CONTROL
 from spes_p2p.messages.presence import Contact
 from spes_p2p.messages.refusals import Code
@@ -47,8 +48,8 @@ CONTACTS_READ_PER_S, READ_AGAIN_S = 8.0, 30.0
 """Bound how often the contacts of all N peers are read: every N divided by the first, in seconds, and every N seconds or the
 second, whichever is shorter, where that is longer."""
 FEW, READ_S = 30, 5.0
-"""Where there are more contacts than the first, a member that has met all other members reads every N times the second, with N
-members: some five nodes answer with a kilobyte for each contact, so that is 60 kB a minute."""
+"""A member that has met all others reads every N times the second, if N is more than the first: some five nodes answer with a
+kilobyte for each contact, so that is 60 kB a minute."""
 MAX_MET = 2**12
 """Bounds the peers that are remembered as met."""
 CONTACT_TTL_S = 20.0
@@ -266,7 +267,7 @@ class Node:
         """Return how often to read the contacts: rarely once this peer is a member and has met all others."""
         known, taking_part = len(self.contacts), self.log.last.participants | self._planned_members
         if known > FEW and self.peer_id in self.log.last.participants and taking_part <= self._met:
-            return len(taking_part) * READ_S
+            return min(known, MAX_MEMBERS) * READ_S
         return max(known / CONTACTS_READ_PER_S, min(known, READ_AGAIN_S))
 
     async def _look_up(self) -> None:
