@@ -1,9 +1,9 @@
 """What each other peer takes of this one: open streams, bytes that wait to be read, and for outsiders also pace.
 
 An outsider is a peer that neither the last commit nor an open plan names. Anybody can be as many outsiders as they like, so
-what they take together is bounded too, below what slows a round; and so is what all members of an open campaign take for which
-the owner does not vouch. A frame's memory is charged before its body is read, its pace
-once it is there: nobody takes the time of others by promising bytes.
+what they take together is bounded too, below what slows a round; and so is what all members of an open campaign take for
+which the owner does not vouch. A frame's memory is charged before its body is read, its pace once it is there: nobody takes
+the time of others by promising bytes.
 """
 
 from __future__ import annotations
