@@ -444,6 +444,10 @@ BAD_COMMANDS: dict[str, tuple[Callable[[Place], list[str]], tuple[str, ...]]] = 
         lambda p: ["simulate", "--virtual", "--event-log", f"{p.output}/x"], ("--event-log", "output/x: there is no folder")),
     "simulate attackers log": (
         lambda p: ["simulate", "--virtual", "--attackers", "1", "--event-log", p.output], ("--event-log", "holds one run")),
+    "simulate config for nobody": (
+        lambda p: ["simulate", "--virtual", "--config", str(p.campaign)], ("--config", "only with attackers")),
+    "simulate no such config": (
+        lambda p: ["simulate", "--virtual", "--attackers", "1", "--config", str(p.folder / "no.yaml")], ("no.yaml",)),
     "simulate many logs": (
         lambda p: ["simulate", "--virtual", "--seeds", "2", "--event-log", p.output], ("--event-log", "--seeds 1")),
     "simulate processes no config": (

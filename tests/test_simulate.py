@@ -7,6 +7,7 @@ import contextlib
 import gc
 import itertools
 import json
+import math
 import random
 import re
 import signal
@@ -39,6 +40,7 @@ from spes_p2p.rounds.parts import Part
 from spes_p2p.testing.attacks.kinds import KINDS as ATTACK_KINDS
 from spes_p2p.testing.simulate import virtual
 from spes_p2p.testing.simulate.audit import Audit, Figures
+from spes_p2p.testing.simulate.campaign_files import VOCABULARY, write_campaign
 from spes_p2p.testing.simulate.churn import absences
 from spes_p2p.testing.simulate.command import simulate_processes, simulate_virtual
 from spes_p2p.testing.simulate.faults import KINDS, Fault, SwarmView, random_fault
@@ -417,7 +419,7 @@ def test_progress_says_of_which_runs_the_rounds_are(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("spes_p2p.testing.simulate.command.run_seeds", ended)
     for options in ({}, {"attackers": 1, "attacks": ["all"], "admission": "open"}):
         with pytest.raises(UserError, match="no run is needed"):
-            simulate_virtual(None, {"rounds": 4, **options}, range(2), 1, None, shown)
+            simulate_virtual(None, {"rounds": 4, **options}, range(2), 1, None, None, shown)
     assert told == ["simulating 2 runs of 4 rounds", f"simulating {2 * (1 + len(ATTACK_KINDS))} runs of 4 rounds"]
 
 
@@ -435,10 +437,21 @@ def test_kinds_of_attacks_that_take_too_many_processes_are_named(tmp_path: Path,
         assert any("left out" in line and "sybils, slander" in line for line in told) == bool(left_out)
 
 
+@pytest.mark.long
+def test_attacked_peers_train_the_model_and_text_of_a_campaign_file(tmp_path: Path) -> None:
+    small = Scenario(peer_names(3), 3, vary=False, attackers=1, attacks=("noise",), attack="noise")
+    result = run_seed(replace(small, config=write_campaign(tmp_path, small, 0)), 0)
+    assert_sound(result)
+    assert result.attacked is not None
+    assert result.attacked.lies
+    assert result.attacked.loss is not None
+    assert 4.0 < result.attacked.loss < math.log(VOCABULARY)  # the built-in language has 32 words: ln 32 = 3.47
+
+
 def test_an_event_log_that_cannot_be_written_is_refused_before_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("spes_p2p.testing.simulate.command.run_seeds", None)
     with pytest.raises(UserError, match="there is no folder"):
-        simulate_virtual(None, {}, range(1), 1, tmp_path / "missing" / "log.txt", unseen)
+        simulate_virtual(None, {}, range(1), 1, None, tmp_path / "missing" / "log.txt", unseen)
 
 
 def test_a_scenario_file_says_who_gets_which_fault_and_link(tmp_path: Path) -> None:

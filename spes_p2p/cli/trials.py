@@ -57,7 +57,8 @@ def simulate(
     jobs: Annotated[int | None, typer.Option(help="Seeds to run in parallel. Default: one per core.")] = None,
     event_log: Annotated[Path | None, typer.Option(help="Write the event log of a single seed to this file.")] = None,
     run_dir: Annotated[Path, typer.Option(help="New folder for the processes' run-dirs.")] = Path("runs/simulate"),
-    config: Annotated[Path | None, typer.Option(help="Campaign file (--processes). Default: a generated one.")] = None,
+    config: Annotated[Path | None, typer.Option(
+        help="Campaign file: of the processes, or of what peers train beside --attackers. Default: a small one.")] = None,
     as_json: options.AsJson = False,
 ) -> None:
     """Run a swarm on this machine, inject faults and check invariants. Exits with code 1 if an invariant is violated."""
@@ -75,7 +76,7 @@ def simulate(
     }
     progress = partial(ProgressBar, unit="with the quiet ones at the end")
     if virtual:
-        found, text = simulate_virtual(scenario, given, range(seed, seed + seeds), jobs, event_log, progress)
+        found, text = simulate_virtual(scenario, given, range(seed, seed + seeds), jobs, config, event_log, progress)
     else:
         found, text = simulate_processes(scenario, given, seed, config, run_dir, progress)
     print(json.dumps(found, indent=2) if as_json else "\n".join(text))

@@ -10,6 +10,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,8 @@ Progress = Callable[[str], contextlib.AbstractContextManager[Callable[[int, int]
 
 
 def simulate_virtual(
-    path: Path | None, options: Mapping[str, Any], seeds: range, jobs: int | None, event_log: Path | None, progress: Progress
+    path: Path | None, options: Mapping[str, Any], seeds: range, jobs: int | None, config: Path | None, event_log: Path | None,
+    progress: Progress,
 ) -> tuple[dict[str, Any], list[str]]:
     """Run the seeds; return the summary, and its lines for a person. Raises UserError."""
     if not seeds:
@@ -40,7 +42,13 @@ def simulate_virtual(
         raise UserError(f"--jobs {jobs}: give at least 1")
     if event_log is not None and len(seeds) > 1:
         raise UserError(f"--event-log {event_log}: holds one run; give --seeds 1 with it")
-    scenario = load_scenario(path, options)
+    scenario = replace(load_scenario(path, options), config=config)
+    if config is not None and not scenario.attackers:
+        raise UserError(f"--config {config}: virtual peers train a model only with attackers; give --attackers too, or omit it")
+    if config is not None:
+        from spes_p2p.testing.simulate.language import settings_of  # importing torch takes seconds
+
+        settings_of(config)
     if event_log is not None and scenario.attackers:
         raise UserError(f"--event-log {event_log}: holds one run; attackers take two or more of a seed, so leave them out")
     if event_log is not None:
@@ -50,7 +58,7 @@ def simulate_virtual(
         found = run_seeds(scenario, seeds, jobs or os.cpu_count() or 1, update)
     if event_log is not None:
         _write(event_log, found[0].log)
-    replay = partial(_replay, "--virtual", path, options)
+    replay = partial(_replay, "--virtual", path, {**options, "config": config})
     made = summary("virtual", len(scenario.peer_names), found, time.monotonic() - started, replay)
     made["virtual_s"] = round(sum(each.virtual_s for each in found), 1)
     for i, name in enumerate(("control_bytes", "control_received_bytes")):

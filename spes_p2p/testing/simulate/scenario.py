@@ -186,6 +186,10 @@ class Scenario:
     attack: AttackKind | None = None
     """The kind of this run."""
     admission: Literal["friends", "open"] = "friends"
+    config: Path | None = None
+    """Campaign file whose model and text the peers train instead of the small ones (virtual form, with attackers)."""
+    device: str = "cpu"
+    """Where they train."""
 
     @property
     def liars(self) -> tuple[str, ...]:

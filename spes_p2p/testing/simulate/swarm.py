@@ -155,14 +155,17 @@ class VirtualSwarm:
         make_trainer: Callable[[np.ndarray, tuple[int, ...]], Any] | None = None,
         layout: Layout = LAYOUT,
         weights: np.ndarray | None = None,
+        num_samples: int = NUM_SAMPLES,
         checkpoint_every_s: float = 0.0,
     ):
-        """`make_trainer`: makes real trainers from a base and owned experts; `layout`: their model's; `weights`: base 0."""
+        """`make_trainer`: makes real trainers from a base and owned experts; `layout`: their model's; `weights`: base 0;
+        `num_samples`: in an epoch of their text.
+        """
         self.campaign = the_campaign
         self.layout = layout
         self.bootstrap = bootstrap
         self.network = MemoryNetwork(seed, latency_s=0.05) if network is None else network
-        self.rules = Rules(the_campaign.config, the_campaign.hash, NUM_SAMPLES)
+        self.rules = Rules(the_campaign.config, the_campaign.hash, num_samples)
         if weights is None:
             weights = np.random.default_rng(seed).standard_normal(layout.size, np.float32)
         self.base0 = first_base(weights, layout, the_campaign.config.outer)

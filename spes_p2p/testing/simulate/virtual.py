@@ -22,7 +22,7 @@ from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -54,9 +54,12 @@ from spes_p2p.testing.simulate.injector import Injector, now
 from spes_p2p.testing.simulate.points import point_of_event, point_of_write
 from spes_p2p.testing.simulate.report import Attacked, RunReport, found_out
 from spes_p2p.testing.simulate.scenario import AUDITED_SHARE, BOOTSTRAP, WARM_ROUNDS, Scenario, bytes_per_s, runs_of
-from spes_p2p.testing.simulate.swarm import EXPERTS, LAYOUT, VirtualSwarm, campaign
+from spes_p2p.testing.simulate.swarm import LAYOUT, VirtualSwarm, campaign
 from spes_p2p.testing.simulate.work import ROUNDING, Work
 from spes_p2p.testing.virtual_loop import run_virtual, running_peer
+
+if TYPE_CHECKING:
+    from spes_p2p.testing.simulate.language import Lessons
 
 SYNC_STEPS = 4
 SILENCE_S, REFORM_AFTER_S = 5.0, 30.0
@@ -159,8 +162,11 @@ class _Run:
         self._rng = random.Random(f"simulate/{seed}")
         self._liars = frozenset(scenario.liars)
         self._looked_at, self._lacks = -math.inf, False
-        self._audit = Audit(EXPERTS, lacks_majority=self._lacks_majority, overlap=scenario.overlap, liars=self._liars)
         self._codec = _codec(scenario, seed, self._rng)
+        self._campaign = _campaign(scenario, self._codec, self._rng)
+        self._lessons = _lessons(scenario, self._campaign, seed) if scenario.attackers else None
+        self._experts = self._campaign.config.model.moe_num_experts
+        self._audit = Audit(self._experts, lacks_majority=self._lacks_majority, overlap=scenario.overlap, liars=self._liars)
         self._work = Work(LAYOUT, scenario.overlap, ROUNDING.get(self._codec, 0.0))
         self._log: list[str] = []
         self._swarm: VirtualSwarm
@@ -217,10 +223,8 @@ class _Run:
         )
 
     def _attacked(self) -> Attacked:
-        from spes_p2p.testing.simulate.language import held_out_loss
-
-        base, config = self._last_base, self._swarm.campaign.config
-        loss = None if base is None else held_out_loss(config, self._seed, base)
+        assert self._lessons is not None
+        loss = None if self._last_base is None else self._lessons.held_out_loss(self._last_base)
         logs = ([decided.commit for decided in peer.node.log.since(-1)] for _, peer in self._honest())
         grown = None if self._memory_before is None else self._memory_bytes - self._memory_before
         return Attacked(self._scenario.attack, loss, grown, self._lies, **found_out(logs, self._liars))
@@ -235,10 +239,9 @@ class _Run:
     def _start_swarm(self) -> None:
         scenario = self._scenario
         network = MemoryNetwork(self._seed, latency_s=scenario.latency_s, jitter=0.2)
-        the_campaign = _campaign(scenario, self._codec, self._rng)
         self._swarm = VirtualSwarm(
-            the_campaign, self._seed, scenario.step_s, network, BOOTSTRAP, lambda name, recorder: partial(self.observe, name),
-            **_real_training(the_campaign, self._seed) if scenario.attackers else {},
+            self._campaign, self._seed, scenario.step_s, network, BOOTSTRAP, lambda name, recorder: partial(self.observe, name),
+            **_real_training(self._lessons) if self._lessons is not None else {},
         )
         for name in scenario.liars:
             assert scenario.attack is not None
@@ -271,9 +274,9 @@ class _Run:
         scenario, network = self._scenario, self._swarm.network
         machine = scenario.machine(name)
         speed = machine.speed if machine.speed is not None else self._rng.choice(SPEEDS) if scenario.vary else 1.0
-        experts = machine.experts or (self._rng.choice((1, 2, EXPERTS)) if scenario.vary else EXPERTS)
+        experts = machine.experts or (self._rng.choice((1, 2, self._experts)) if scenario.vary else self._experts)
         if name in scenario.vouched and machine.experts is None:
-            experts = EXPERTS  # an expert needs a vouched owner
+            experts = self._experts  # an expert needs a vouched owner
         link = machine.bandwidth_bytes_per_s or scenario.bandwidth_bytes_per_s
         network.set_bandwidth(name, link if machine.upload is None else bytes_per_s(machine.upload), link)
         if machine.client_only:
@@ -400,7 +403,7 @@ class _Run:
     async def _until(self, condition: Callable[[], bool]) -> bool:
         """Wait for a condition; return False if a peer fails or is stuck."""
         moved: dict[str, tuple[int, float]] = {}
-        stuck_s = max(STUCK_S, STUCK_PHASES * SYNC_STEPS * self._scenario.step_s)
+        stuck_s = max(STUCK_S, STUCK_PHASES * self._campaign.config.training.sync_steps * self._scenario.step_s)
         while not condition():
             await asyncio.sleep(1.0)
             if self._faults.struck.total() >= self._collected_at + FAULTS_PER_COLLECTION:
@@ -438,12 +441,20 @@ class _Run:
             self.error(f"{context.get('message')}: {error!r}", loop.time())
 
 
-def _real_training(the_campaign: Campaign, seed: int) -> dict[str, Any]:
-    """Return the swarm's arguments for real training of a small model."""
-    from spes_p2p.testing.simulate.language import first_weights, make_trainer  # importing torch takes seconds
+def _lessons(scenario: Scenario, the_campaign: Campaign, seed: int) -> Lessons:
+    from spes_p2p.testing.simulate.language import lessons  # importing torch takes seconds
 
-    layout, weights = first_weights(the_campaign.config)
-    return {"make_trainer": make_trainer(the_campaign.config, seed), "layout": layout, "weights": weights}
+    return lessons(the_campaign.config, seed, scenario.config, scenario.device)
+
+
+def _real_training(lessons: Lessons) -> dict[str, Any]:
+    """Return the swarm's arguments for real training."""
+    from spes_p2p.testing.simulate.language import first_weights
+
+    layout, weights = first_weights(lessons.config)
+    return {
+        "make_trainer": lessons.trainer, "layout": layout, "weights": weights, "num_samples": lessons.text.num_samples,
+    }
 
 
 def _resident_bytes() -> int:
@@ -473,10 +484,12 @@ def _campaign(scenario: Scenario, codec: str, rng: random.Random) -> Campaign:
         "evaluation": {"every_rounds": 0},
     }
     if scenario.attackers:
-        from spes_p2p.testing.simulate.language import SETTINGS
+        from spes_p2p.testing.simulate.language import settings_of
 
-        settings = {name: {**settings.get(name, {}), **SETTINGS.get(name, {})} for name in (*settings, *SETTINGS)}
-    return campaign(total_steps=SYNC_STEPS * 100_000, codec=codec, admission=scenario.admission, **settings)
+        real = settings_of(scenario.config)
+        settings = {name: {**settings.get(name, {}), **real.get(name, {})} for name in (*settings, *real)}
+    total_steps = settings["training"]["sync_steps"] * 100_000
+    return campaign(total_steps, codec, admission=scenario.admission, **settings)
 
 
 class _LoggedErrors(logging.Handler):
