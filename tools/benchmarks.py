@@ -66,7 +66,11 @@ def main() -> int:
     parser.add_argument("--shape", choices=sorted(SHAPES), default="small", help="experts: sizes of the layer (default small)")
     parser.add_argument("--config", type=Path, metavar="FILE", help="step: a campaign's model instead of the built-in one")
     parser.add_argument("--cap", metavar="SIZE", help="step: memory to plan with and, on CUDA, to allocate at most (24GiB)")
+    parser.add_argument(
+        "--micro-batches", type=int, default=2, metavar="N", help="step with --config: micro-batches of a step (default 2)")
     arguments = parser.parse_args()
+    if arguments.micro_batches < 1:
+        parser.error(f"--micro-batches {arguments.micro_batches}: a step has at least one")
     if arguments.rounds < 5:
         parser.error(f"--rounds {arguments.rounds}: a median of fewer than 5 says little")
     if arguments.device == "cuda" and not torch.cuda.is_available():
@@ -84,7 +88,8 @@ def main() -> int:
             report = {"memory": bench_memory, "step": bench_step}[arguments.what](arguments.rounds, device)
         else:
             cap = parse_bytes(arguments.cap, "--cap")
-            report = bench_capped_step(load_campaign_config(arguments.config), cap, arguments.rounds, device)
+            config = load_campaign_config(arguments.config)
+            report = bench_capped_step(config, cap, arguments.rounds, device, arguments.micro_batches)
     except UserError as error:
         parser.error(str(error))
     report["environment"] = environment(arguments.device)
@@ -350,15 +355,15 @@ class RandomText:
         return self._samples[:count]
 
 
-def bench_capped_step(config: CampaignConfig, cap: int, rounds: int, device: torch.device) -> Report:
-    """Measure steps of two micro-batches in the setup that the planner chooses for `cap` bytes, and the whole model if it fits.
+def bench_capped_step(config: CampaignConfig, cap: int, rounds: int, device: torch.device, micro_batches: int = 2) -> Report:
+    """Measure steps in the setup that the planner chooses for `cap` bytes, and of the whole model if it fits.
 
     On CUDA, the peer cannot allocate more than the cap, and the report compares the allocator's peak with the prediction.
     """
     kind: DeviceKind = "cuda" if device.type == "cuda" else "cpu"
     choice = find_room(config, Device(kind, cap, has_adamw8bit=importlib.util.find_spec("torchao") is not None), "--cap")
     micro_batch = choice.setup.micro_batch
-    training = config.training.model_copy(update={"batch_size": 2 * micro_batch, "instance_filter": False})
+    training = config.training.model_copy(update={"batch_size": micro_batches * micro_batch, "instance_filter": False})
     config = config.model_copy(update={"training": training})
     base = random_base(config, device)
     with capped(device, cap):
@@ -371,8 +376,8 @@ def bench_capped_step(config: CampaignConfig, cap: int, rounds: int, device: tor
     flops = training_flops_per_token(config.model, training.sequence_length, trainer.owned)
     card = peak_flops(device_name(device))
     report: Report = {
-        "campaign": config.name, "cap_bytes": cap, "setup": asdict(choice.setup), "tokens_per_second": tokens / median,
-        "tflops_per_second": tokens * flops / median / 1e12, "mfu": tokens * flops / median / card if card else None,
+        "campaign": config.name, "cap_bytes": cap, "micro_batches": micro_batches, "setup": asdict(choice.setup),
+        "tokens_per_second": tokens / median, "tflops_per_second": tokens * flops / median / 1e12, "mfu": tokens * flops / median / card if card else None,
         "predicted_bytes": choice.device.total, "peak_allocated_bytes": peak,
         "peak_vs_predicted": None if peak is None else peak / choice.device.total,
     }
