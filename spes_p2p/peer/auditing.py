@@ -41,15 +41,16 @@ from spes_p2p.rounds.audits import (
     AUDITED_PARTS,
     KEPT_MOMENTS_ROUNDS,
     REPORT_ROUNDS,
+    Replayed,
     Score,
     are_audited,
     auditor_of,
     auditors_share,
+    compared,
     drawn_work,
     has_passed,
     in_order,
     is_urgent,
-    pending_share,
 )
 from spes_p2p.rounds.base import Base
 from spes_p2p.rounds.claims import outstanding
@@ -411,30 +412,17 @@ class Auditing:
         """Compare the member's update with what the trainer has now. `moments`: what both had before the phase."""
         case, trainer = audit.case, self._replica.trainer
         assert trainer is not None
-        both = sent_square = made_square = along = whole_square = most_pending = 0.0
+        parts = []
         for part, body in case.pushed:
             place = slice(part.start - part.group.start, part.stop - part.group.start)
             made = trainer.read(part.group, place.start, place.stop) - case.base.values[part.start : part.stop]
-            sent = part.codec.decode(body, part.size)
             pending = moments.get(PENDING + part.group.name)
             if pending is None or pending.shape != (part.group.size,):
                 pending = np.zeros(part.group.size, np.float32)
-            made = made - pending[place]
-            along += float(np.vdot(sent, made))
-            whole_square += float(np.vdot(sent, sent))
-            excess = pending_share(pending[place], made, audit.left_out[part.start])
-            most_pending = max(most_pending, excess)
-            sent = sent - pending[place]
-            both += float(np.vdot(sent, made))
-            sent_square += float(np.vdot(sent, sent))
-            made_square += float(np.vdot(made, made))
-        if not sent_square or not made_square:
-            return Score(case.phase.steps, 0.0, 0.0)
-        sent_norm, made_norm, whole_norm = map(math.sqrt, (sent_square, made_square, whole_square))
-        return Score(
-            case.phase.steps, both / (sent_norm * made_norm), sent_norm / made_norm,
-            most_pending, along / (whole_norm * made_norm) if whole_norm else 0.0,
-        )
+            made -= pending[place]
+            sent = part.codec.decode(body, part.size)
+            parts.append(Replayed(sent, made, pending[place], audit.left_out[part.start]))
+        return compared(case.phase.steps, parts)
 
 
 def _written(draft: Draft, chunks: Iterable[bytes | memoryview]) -> Draft:

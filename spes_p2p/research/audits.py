@@ -37,7 +37,7 @@ from spes_p2p.rounds.codecs import CODECS
 from spes_p2p.testing.simulate.language import SETTINGS, LanguageTrainer, Sentences, first_weights
 from spes_p2p.testing.simulate.swarm import EXPERTS, campaign
 from spes_p2p.training import trainer as real
-from spes_p2p.training.interface import Phase
+from spes_p2p.training.interface import Phase, Trainer
 from spes_p2p.training.moments import PENDING, TINY, are_plausible, load_moments, moments_chunks, plausibility, read_moments
 
 ROUNDS = {4: 6, 16: 5, 64: 2}
@@ -156,7 +156,7 @@ class Claim:
     """To which it commits (`training/moments.py`)."""
 
 
-def moments_of(trainer: LanguageTrainer, base: State) -> Arrays:
+def moments_of(trainer: Trainer, base: State) -> Arrays:
     """Return what a peer commits to before a phase."""
     return read_moments(b"".join(map(bytes, moments_chunks(trainer, base, 0))))
 

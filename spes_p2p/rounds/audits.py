@@ -9,7 +9,7 @@ verdicts in the last commits who gets no work.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 
@@ -232,6 +232,41 @@ class Score:
     """Largest `pending_share` of the parts."""
     direction: float = 1.0
     """Cosine of what the member sent, pending work included, with the auditor's update."""
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """One part of a member's update beside that of training again."""
+
+    sent: np.ndarray
+    """As decoded, pending work included."""
+    made: np.ndarray
+    """By the auditor, without pending work."""
+    pending: np.ndarray
+    """Before the phase."""
+    left_out: int = 0
+    """Earlier phases that rounds did not take, which may be pending."""
+
+
+def compared(steps: int, parts: Iterable[Replayed]) -> Score:
+    """Compare a member's update with that of training again."""
+    both = sent_square = made_square = along = whole_square = most_pending = 0.0
+    for part in parts:
+        sent, made = part.sent, part.made
+        along += float(np.vdot(sent, made))
+        whole_square += float(np.vdot(sent, sent))
+        most_pending = max(most_pending, pending_share(part.pending, made, part.left_out))
+        sent = sent - part.pending
+        both += float(np.vdot(sent, made))
+        sent_square += float(np.vdot(sent, sent))
+        made_square += float(np.vdot(made, made))
+    if not sent_square or not made_square:
+        return Score(steps, 0.0, 0.0)
+    sent_norm, made_norm, whole_norm = map(math.sqrt, (sent_square, made_square, whole_square))
+    return Score(
+        steps, both / (sent_norm * made_norm), sent_norm / made_norm,
+        most_pending, along / (whole_norm * made_norm) if whole_norm else 0.0,
+    )
 
 
 def pending_share(pending: np.ndarray, made: np.ndarray, left_out: int) -> float:

@@ -1,0 +1,23 @@
+"""The measurement of audits between kinds of devices: a tiny run of each optimizer."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from model_shapes import tiny_campaign, tiny_training
+
+from spes_p2p.research.replays import Job, report, run
+from spes_p2p.research.text import Text
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_honest_phases_pass_in_both_arithmetics_and_half_of_one_does_not(optimizer: str) -> None:
+    kinds = ("CPU", "CPU bf16")
+    tokens = (np.cumsum(np.random.default_rng(0).integers(0, 3, 4000)) % 64).astype(np.uint16)
+    campaign = tiny_campaign(training=tiny_training(optimizer=optimizer))
+    records = run(Job(campaign, "tiny", kinds[1], kinds, 1), Text({"a": [tokens]}, {}, "digest"))
+    assert {(each["auditor"], each["sender"], each["passed"]) for each in records} == {
+        (kind, sender, int(sender == "honest")) for kind in kinds for sender in ("honest", "half")
+    }
+    assert len({each["cosine"] for each in records}) == len(records), "each arithmetic rounds in its own way"
+    assert "| CPU bf16 | " in report(records)
