@@ -377,7 +377,8 @@ def bench_capped_step(config: CampaignConfig, cap: int, rounds: int, device: tor
     card = peak_flops(device_name(device))
     report: Report = {
         "campaign": config.name, "cap_bytes": cap, "micro_batches": micro_batches, "setup": asdict(choice.setup),
-        "tokens_per_second": tokens / median, "tflops_per_second": tokens * flops / median / 1e12, "mfu": tokens * flops / median / card if card else None,
+        "tokens_per_second": tokens / median, "tflops_per_second": tokens * flops / median / 1e12,
+        "mfu": tokens * flops / median / card if card else None,
         "predicted_bytes": choice.device.total, "peak_allocated_bytes": peak,
         "peak_vs_predicted": None if peak is None else peak / choice.device.total,
     }
