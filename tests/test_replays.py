@@ -15,7 +15,7 @@ def test_honest_phases_pass_in_both_arithmetics_and_half_of_one_does_not(optimiz
     kinds = ("CPU", "CPU bf16")
     tokens = (np.cumsum(np.random.default_rng(0).integers(0, 3, 4000)) % 64).astype(np.uint16)
     campaign = tiny_campaign(training=tiny_training(optimizer=optimizer))
-    records = run(Job(campaign, "tiny", kinds[1], kinds, 1), Text({"a": [tokens]}, {}, "digest"))
+    records = list(run(Job(campaign, "tiny", kinds[1], kinds, 1), Text({"a": [tokens]}, {}, "digest")))
     assert {(each["auditor"], each["sender"], each["passed"]) for each in records} == {
         (kind, sender, int(sender == "honest")) for kind in kinds for sender in ("honest", "half")
     }

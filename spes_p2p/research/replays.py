@@ -17,7 +17,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from multiprocessing import get_context
@@ -113,11 +113,11 @@ def config_of(size: str, optimizer: str, steps: int, seed: int) -> CampaignConfi
     return Run(experiment, arm.model_copy(update=changes), arm.learning_rates[0], seed).config
 
 
-def run(job: Job, text: Text) -> list[Record]:
-    """Train and audit; return each comparison."""
+def run(job: Job, text: Text) -> Iterator[Record]:
+    """Train and audit; yield each comparison."""
     config = job.config
     reader = text.reader(config.training.sequence_length, config.training.seed)
-    claims, records = _claims(job, reader), list[Record]()
+    claims = _claims(job, reader)
     for name in job.auditors:
         try:
             trainer = _trainer(config, KINDS[name], claims[0].base, OWNED, reader)
@@ -131,10 +131,9 @@ def run(job: Job, text: Text) -> list[Record]:
                     "seed": config.training.seed, "round": claim.phase.round, "audited": job.audited, "auditor": name,
                     "seconds": seconds,
                 }
-                records += [label | _score(config, trainer, claim, sender) for sender in claim.sent]
+                yield from (label | _score(config, trainer, claim, sender) for sender in claim.sent)
         except (UserError, RuntimeError) as error:
             print(f"{job.audited} audited by {name}: {error}", file=sys.stderr)
-    return records
 
 
 def _trainer(config: CampaignConfig, kind: Kind, base: State, owned: Sequence[int], reader: Reader) -> TorchTrainer:
@@ -232,9 +231,15 @@ def _cell(records: Sequence[Record], extreme: Callable[[Iterable[float]], float]
     return f"{cosine:.4f} / {ratio:.3f}, {sum(int(each['passed']) for each in records)} of {len(records)}"
 
 
-def _run(job: Job, folder: Path) -> list[Record]:
+def _run(job: Job, folder: Path, output: Path | None) -> list[Record]:
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    return run(job, open_text(folder))
+    records = []
+    for record in run(job, open_text(folder)):
+        records.append(record)
+        if output is not None:
+            with output.open("a", encoding="utf-8") as file:  # one write a line, also beside other processes
+                file.write(json.dumps(record) + "\n")
+    return records
 
 
 def main() -> int:
@@ -248,7 +253,7 @@ def main() -> int:
     parser.add_argument("--optimizers", nargs="+", choices=("adamw", "muon"), default=["adamw", "muon"])
     parser.add_argument("--kinds", nargs="+", choices=KINDS, help="default: all that this machine has")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--json", type=Path, help="also write each comparison here, one a line, when its peer's run ends")
+    parser.add_argument("--json", type=Path, help="also append each comparison here at once, one a line")
     arguments = parser.parse_args()
     records = list[Record]()
     with ProcessPoolExecutor(arguments.jobs, get_context("spawn")) as pool:
@@ -258,14 +263,12 @@ def main() -> int:
             for steps in sorted(arguments.steps, reverse=True) for seed in range(arguments.seeds)
             for optimizer in arguments.optimizers for kind in kinds
         ]
-        running = {pool.submit(_run, job, arguments.text): job for job in jobs}
+        running = {pool.submit(_run, job, arguments.text, arguments.json): job for job in jobs}
         for done in as_completed(running):
             if (error := done.exception()) is not None:
                 print(f"{running[done].audited}: {error}", file=sys.stderr)
-                continue
-            records += done.result()
-            if arguments.json is not None:
-                arguments.json.write_text("".join(json.dumps(record) + "\n" for record in records))
+            else:
+                records += done.result()
     print(report(records))
     return 0
 
