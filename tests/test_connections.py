@@ -7,6 +7,8 @@ from pathlib import Path
 
 import psutil
 import pytest
+from network_swarm import LOOPBACK as LISTEN
+from network_swarm import LocalPeer, LocalPeers, write_variant
 
 from spes_p2p.messages.fields import MAX_MEMBERS
 from spes_p2p.net import connections
@@ -24,6 +26,13 @@ from spes_p2p.net.interfaces import Channel
 from spes_p2p.net.libp2p import Libp2p, start_libp2p
 
 LOOPBACK = ("/ip4/127.0.0.1/tcp/0",)
+KEEPS_ONE = """
+from spes_p2p.cli import main
+from spes_p2p.net import connections
+
+connections.TRAINERS_CONNECTIONS, connections.UNUSED_S, connections.LOOK_EVERY_S = 1, 1.0, 0.2
+main()
+"""
 RELAYED = "QmRQ353oFNqt8zfZ9X1HgRUszwv9RkEEwmMZZkbkYEsybn"
 
 
@@ -167,6 +176,33 @@ def test_a_trainer_through_which_others_are_dialled_stays_connected(tmp_path: Pa
             await trainer.close()
 
     asyncio.run(main())
+
+
+@pytest.mark.network
+def test_rounds_with_more_members_than_a_trainer_keeps_connections(campaign: Path, tmp_path: Path) -> None:
+    training = {"total_steps": 400_000, "sync_steps": 200}
+    config = write_variant(campaign, "few.yaml", training=training, merge={"merge_interval": 200})
+    names = ("peer-0", "peer-1", "peer-2", "peer-3")
+
+    def number(peer: LocalPeer) -> int:
+        daemons = [child for child in peer.children() if child.name() == "p2pd"]
+        return sum(each.status == psutil.CONN_ESTABLISHED for daemon in daemons for each in daemon.net_connections("tcp"))
+
+    with LocalPeers(tmp_path) as swarm:
+        address = swarm.bootstrap(config).address
+        for name in names:
+            arguments = ["join", address, "--listen", LISTEN, "--data-dir", str(config.parent)]
+            swarm.run(name, arguments, program=("-c", KEEPS_ONE))
+        swarm.wait_for_round(1, 90.0)
+        for name in names:
+            swarm.wait(lambda name=name: number(swarm[name]) == 1, 60.0, f"{name} keeps its connection with the bootstrap peer")
+        last = swarm.newest_round()
+        rounds = range(last + 1, last + 4)
+        swarm.wait_for_round(rounds[-1], 90.0)
+        commits = [swarm.commit(number) for number in rounds]
+        assert max(len(commit.members) for commit in commits) == len(names)
+        assert [commit.dropped_parts for commit in commits] == [0] * len(commits)
+        assert [digests for digests in swarm.digests().values() if len(digests) > 1] == []
 
 
 @pytest.mark.network
