@@ -1,29 +1,56 @@
-"""Connections of others to a peer are bounded: of one peer, of one network, and in all."""
+"""Connections of others to a peer are bounded: of one peer, of one network, and in all. A trainer keeps few unused ones."""
 
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from pathlib import Path
 
 import psutil
 import pytest
+from network_swarm import LOOPBACK as LISTEN
+from network_swarm import LocalPeer, LocalPeers, write_variant
 
 from spes_p2p.messages.fields import MAX_MEMBERS
 from spes_p2p.net import connections
-from spes_p2p.net.connections import CONNECTIONS, CONNECTIONS_PER_PEER, PEERS_PER_NETWORK, Connection, Connections
-from spes_p2p.net.libp2p import start_libp2p
+from spes_p2p.net.connections import (
+    CONNECTIONS,
+    CONNECTIONS_PER_PEER,
+    PEERS_PER_NETWORK,
+    TRAINERS_CONNECTIONS,
+    UNUSED_S,
+    Connection,
+    Connections,
+    Uses,
+)
+from spes_p2p.net.interfaces import Channel
+from spes_p2p.net.libp2p import Libp2p, start_libp2p
 
 LOOPBACK = ("/ip4/127.0.0.1/tcp/0",)
+KEEPS_ONE = """
+from spes_p2p.cli import main
+from spes_p2p.net import connections
+
+connections.TRAINERS_CONNECTIONS, connections.UNUSED_S, connections.LOOK_EVERY_S = 1, 1.0, 0.2
+main()
+"""
+RELAYED = "QmRQ353oFNqt8zfZ9X1HgRUszwv9RkEEwmMZZkbkYEsybn"
 
 
-def of(daemon: list[Connection]) -> Connections:
+def of(daemon: list[Connection], uses: Uses | None = None) -> Connections:
     async def look() -> list[Connection]:
         return daemon
 
     async def close(peer: str) -> None:
         daemon[:] = [each for each in daemon if each[0] != peer]
 
-    return Connections(look, close)
+    return Connections(look, close, uses or Uses())
+
+
+def of_trainer(uses: Uses, needed: frozenset[str] = frozenset()) -> Connections:
+    connections = of([], uses)
+    connections.needed = lambda peers: needed
+    return connections
 
 
 def connected(peer: str, network: int, host: int = 1) -> Connection:
@@ -52,6 +79,131 @@ def test_all_connections_are_bounded_and_the_youngest_end() -> None:
     assert guard.too_many(old) == []
     young = [connected(f"young-{i}", CONNECTIONS + i) for i in range(3)]
     assert guard.too_many([*young, *old]) == ["young-1", "young-2"]
+
+
+def test_a_trainer_closes_those_unused_for_longest_beyond_its_bound() -> None:
+    trainer = of_trainer(Uses())
+    first = [connected(f"first-{i}", i) for i in range(9)]
+    later = [connected(f"later-{i}", 9 + i) for i in range(TRAINERS_CONNECTIONS)]
+    assert trainer.unused(first, 0.0) == []
+    both = [*later, *first]
+    assert trainer.unused(both, 1.0) == []
+    assert trainer.unused(both, UNUSED_S - 0.1) == [], "each stays for a while"
+    assert trainer.unused(both, 2 * UNUSED_S) == [peer for peer, _ in first]
+    assert trainer.unused(later, 3 * UNUSED_S) == [], "as many as the bound stay"
+    assert trainer.unused([*later, later[5]], 3 * UNUSED_S) == ["later-0"], "connections count, not peers"
+
+
+def test_a_trainer_closes_nothing_that_is_used_or_needed() -> None:
+    uses = Uses()
+    trainer = of_trainer(uses, frozenset({"bootstrap"}))
+    others = [connected(f"other-{i}", 2 + i) for i in range(TRAINERS_CONNECTIONS)]
+    relayed = ("behind-a-router", ["/ip4/203.0.0.1/tcp/4001/p2p/relay/p2p-circuit"])
+    found = [connected("streaming", 0), connected("bootstrap", 1), connected("relay", 9), relayed, *others]
+    with uses.of("streaming"), uses.of("streaming"):
+        trainer.unused(found, 0.0)
+    with uses.of("behind-a-router"):
+        with uses.of("streaming"):
+            trainer.unused(found, 1.0)
+        assert trainer.unused(found, 2 * UNUSED_S) == ["other-0", "other-1", "other-2", "other-3"]
+        every = trainer.unused(found * 22, 2.5 * UNUSED_S)
+        assert every == [peer for peer, _ in others], "a use ended since the last look but one"
+        every = trainer.unused(found * 22, 4 * UNUSED_S)
+    assert every == [*(peer for peer, _ in others), "streaming"]
+
+
+def test_who_is_no_trainer_closes_nothing_for_being_unused() -> None:
+    helper, found = of([]), [connected(f"peer-{i}", i) for i in range(2 * TRAINERS_CONNECTIONS)]
+    assert [helper.unused(found, now_s) for now_s in (0.0, 2 * UNUSED_S)] == [[], []]
+
+
+@pytest.mark.network
+def test_a_trainer_ends_unused_connections_and_no_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "LOOK_EVERY_S", 0.2)
+    monkeypatch.setattr(connections, "UNUSED_S", 1.0)
+    monkeypatch.setattr(connections, "TRAINERS_CONNECTIONS", 4)
+
+    async def echo(channel: Channel) -> None:
+        while (message := await channel.receive()) is not None:
+            await channel.send(bytes(message.body))
+
+    async def answer(channel: Channel) -> bool:
+        await channel.send(b"question")
+        return await channel.receive() is not None
+
+    async def main() -> None:
+        first = await start_libp2p(tmp_path / "first.key", LOOPBACK)
+        address, others, trainer = first.transport.addresses[0], list[Libp2p](), None
+        try:
+            for number in range(8):
+                others.append(await start_libp2p(tmp_path / f"{number}.key", LOOPBACK, initial_peers=[address]))
+                await others[-1].transport.serve("echo", echo)
+            trainer = await start_libp2p(tmp_path / "trainer.key", LOOPBACK, initial_peers=[address])
+            await trainer.transport.serve("echo", echo)
+            mine, peers = trainer.identity.peer_id, [each.identity.peer_id for each in others]
+            for each in others:
+                trainer.transport.learn_addresses(each.identity.peer_id, each.transport.addresses)
+            opened = [await trainer.transport.open(peer, "echo") for peer in peers]
+            opened.append(await others[2].transport.open(mine, "echo"))
+            assert all([await answer(channel) for channel in opened])
+            for channel in opened[2:8]:
+                channel.abort()
+            trainer.keep_few_connections([address])
+            kept, deadline = {first.identity.peer_id, *peers[:3]}, asyncio.get_running_loop().time() + 30
+            while (found := (await trainer._daemon.connections()).keys()) != kept:
+                assert asyncio.get_running_loop().time() < deadline, found
+                await asyncio.sleep(0.1)
+            assert all([await answer(channel) for channel in (*opened[:2], opened[8])]), "used ones are not cut"
+            assert await answer(await trainer.transport.open(peers[7], "echo")), "and others are dialled again"
+        finally:
+            for each in (*others, first, *([trainer] if trainer else ())):
+                await each.close()
+
+    asyncio.run(main())
+
+
+@pytest.mark.network
+def test_a_trainer_through_which_others_are_dialled_stays_connected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        trainer = await start_libp2p(tmp_path / "trainer.key", LOOPBACK)
+        try:
+            trainer.keep_few_connections(())
+            address, peers = trainer.transport.addresses[0], frozenset({"connected", RELAYED})
+            assert trainer._connections.needed(peers) == frozenset()
+            trainer.transport.learn_addresses(RELAYED, [f"{address}/p2p-circuit/p2p/{RELAYED}"])
+            assert trainer._connections.needed(peers) == peers
+            assert trainer._connections.needed(frozenset({"connected"})) == frozenset(), "the other one has left"
+        finally:
+            await trainer.close()
+
+    asyncio.run(main())
+
+
+@pytest.mark.network
+def test_rounds_with_more_members_than_a_trainer_keeps_connections(campaign: Path, tmp_path: Path) -> None:
+    training = {"total_steps": 400_000, "sync_steps": 200}
+    config = write_variant(campaign, "few.yaml", training=training, merge={"merge_interval": 200})
+    names = ("peer-0", "peer-1", "peer-2", "peer-3")
+
+    def keeps_one(peer: LocalPeer) -> bool:
+        daemons = [child for child in peer.children() if child.name() == "p2pd"]
+        return sum(each.status == psutil.CONN_ESTABLISHED for daemon in daemons for each in daemon.net_connections("tcp")) == 1
+
+    with LocalPeers(tmp_path) as swarm:
+        address = swarm.bootstrap(config).address
+        for name in names:
+            arguments = ["join", address, "--listen", LISTEN, "--data-dir", str(config.parent)]
+            swarm.run(name, arguments, program=("-c", KEEPS_ONE))
+        swarm.wait_for_round(1, 90.0)
+        for peer in swarm.trainers:
+            swarm.wait(partial(keeps_one, peer), 60.0, f"{peer.name} keeps its connection with the bootstrap peer only")
+        last = swarm.newest_round()
+        rounds = range(last + 1, last + 4)
+        swarm.wait_for_round(rounds[-1], 90.0)
+        commits = [swarm.commit(number) for number in rounds]
+        assert max(len(commit.members) for commit in commits) == len(names)
+        assert [commit.dropped_parts for commit in commits] == [0] * len(commits)
+        assert [digests for digests in swarm.digests().values() if len(digests) > 1] == []
 
 
 @pytest.mark.network

@@ -29,6 +29,7 @@ class ByteStream(asyncio.BufferedProtocol):
         self._transport: asyncio.Transport
         self.on_bytes: Callable[[], None] = lambda: None
         """Called whenever bytes arrive."""
+        self._on_lost: Callable[[], None] = lambda: None
         self._on_connected = on_connected
         self._serving: asyncio.Task[None] | None = None
         self._ahead = memoryview(bytearray(AHEAD_BYTES))
@@ -99,6 +100,13 @@ class ByteStream(asyncio.BufferedProtocol):
         """Close at once."""
         self._transport.abort()
 
+    def when_lost(self, call: Callable[[], None]) -> None:
+        """Call this once both ends have closed, or this one has: now if that was before."""
+        if self._failure is None:
+            self._on_lost = call
+        else:
+            call()
+
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Start serving the connection."""
         self._transport = cast(asyncio.Transport, transport)
@@ -143,6 +151,7 @@ class ByteStream(asyncio.BufferedProtocol):
         self._failure = exc if isinstance(exc, OSError) else ConnectionResetError("the connection is closed")
         self._news.set()
         self._writable.set()
+        self._on_lost()
 
     def pause_writing(self) -> None:
         """Make writers wait."""

@@ -1,16 +1,18 @@
-"""How many connections others may hold to this peer: each of them, those from one network, and all.
+"""How many connections a peer has: how many others may hold to it, and how many unused ones a trainer keeps.
 
-hivemind's p2pd has no such limits, and its connection manager spares young connections. So this peer looks at the open ones
-regularly, and has p2pd close those beyond the bounds, the youngest first.
+hivemind's p2pd has no limits for one peer or one network, and its connection manager spares young connections. Nor does that
+find unused ones: it rather keeps those with peers of p2pd's own DHT than those over which this process has streams. So this
+peer looks at the open ones regularly, and has p2pd close those beyond the bounds.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Set
+from contextlib import contextmanager, suppress
 
 from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError
 
@@ -25,19 +27,57 @@ PEERS_PER_NETWORK = 64
 """Connected peers from one network, an IPv4 /24 or IPv6 /48: as many as have records in the registry. Loopback is exempt."""
 CONNECTIONS = 2**11
 """Connections in all: twice the members of a round."""
+TRAINERS_CONNECTIONS = 64
+"""Above this many a trainer closes unused ones: enough for a member of a round in cells, few enough for a router at home."""
+UNUSED_S = 30.0
+"""Close only what was unused for this long: the daemon has then sent what was written to a stream before it was closed."""
 
 Connection = tuple[str, list[str]]
 """A peer, and the multiaddrs from which it is connected."""
+
+_RELAY = re.compile(r"/p2p/(\w+)/p2p-circuit")
+
+
+class Uses:
+    """With which peers this process has streams, or calls of the DHT."""
+
+    def __init__(self) -> None:
+        self._current = Counter[str]()
+        self._ended: set[str] = set()
+
+    @contextmanager
+    def of(self, peer: str) -> Iterator[None]:
+        """Use the connection with this peer."""
+        self._current[peer] += 1
+        try:
+            yield
+        finally:
+            self._ended.add(peer)
+            self._current[peer] -= 1
+            if not self._current[peer]:
+                del self._current[peer]
+
+    def is_used(self, peer: str) -> bool:
+        """Return whether the connection with this peer is in use."""
+        return peer in self._current
+
+    def lately(self) -> Set[str]:
+        """Return the peers used now or since the last call."""
+        used, self._ended = self._ended | self._current.keys(), set()
+        return used
 
 
 class Connections:
     """The open connections of a peer daemon, and which are too many."""
 
-    def __init__(self, look: Callable[[], Awaitable[list[Connection]]], close: Callable[[str], Awaitable[None]]):
+    def __init__(self, look: Callable[[], Awaitable[list[Connection]]], close: Callable[[str], Awaitable[None]], uses: Uses):
         """`look()`: the open connections. `close(peer)`: closes those of a peer."""
-        self._look, self._close = look, close
+        self._look, self._close, self._uses = look, close, uses
         self._known: dict[str, None] = {}
         """Connected peers, the oldest first."""
+        self._unused_since_s: dict[str, float] = {}
+        self.needed: Callable[[Set[str]], Set[str]] = lambda peers: peers
+        """Which of these connected peers stay connected though unused."""
 
     async def keep_bounded(self) -> None:
         """Close what is too much, again and again. Never returns."""
@@ -47,6 +87,10 @@ class Connections:
                 for peer in self.too_many(found):
                     logger.info("%s: too many connections", peer[-6:])
                     await self._close(peer)
+                for peer in self.unused(found, asyncio.get_running_loop().time()):
+                    if not self._uses.is_used(peer):
+                        logger.debug("%s: closing an unused connection", peer[-6:])
+                        await self._close(peer)
             await asyncio.sleep(LOOK_EVERY_S)
 
     def too_many(self, found: Iterable[Connection]) -> list[str]:
@@ -67,4 +111,21 @@ class Connections:
                 left -= count
         for peer in closed:
             del self._known[peer]
+        return closed
+
+    def unused(self, found: Collection[Connection], now_s: float) -> list[str]:
+        """Return the peers, unused for longest, whose connections are beyond TRAINERS_CONNECTIONS. `found`: all open ones.
+
+        A connection with a relay is used by those that lead through it.
+        """
+        counts = Counter(peer for peer, _ in found)
+        relays = {relay for _, addresses in found for address in addresses for relay in _RELAY.findall(address)}
+        kept = self._uses.lately() | relays | self.needed(counts.keys())
+        self._unused_since_s = {peer: self._unused_since_s.get(peer, now_s) for peer in counts if peer not in kept}
+        closed, excess = list[str](), len(found) - TRAINERS_CONNECTIONS
+        for peer, since_s in sorted(self._unused_since_s.items(), key=lambda item: item[1]):
+            if excess <= 0 or since_s > now_s - UNUSED_S:
+                break
+            closed.append(peer)
+            excess -= counts[peer]
         return closed

@@ -71,8 +71,9 @@ class Libp2p:
         self.transport = Libp2pTransport(daemon, addresses)
         self.registry = registry
         self._daemon, self._node, self._lock = daemon, node, lock
-        connections, loop = Connections(daemon.open_connections, daemon.close_connections), asyncio.get_running_loop()
-        self._keeping = [loop.create_task(each) for each in (self.transport.keep_addresses(), connections.keep_bounded())]
+        self._connections = Connections(daemon.open_connections, daemon.close_connections, daemon.uses)
+        keeping, loop = (self.transport.keep_addresses(), self._connections.keep_bounded()), asyncio.get_running_loop()
+        self._keeping = [loop.create_task(each) for each in keeping]
 
     @property
     def daemon_pid(self) -> int:
@@ -96,6 +97,14 @@ class Libp2p:
     async def wait_daemon_exit(self) -> None:
         """Returns when the daemon has ended; unless `close` was called, nothing works from then on."""
         await self._daemon.wait()
+
+    def keep_few_connections(self, addresses: Sequence[str]) -> None:
+        """Close unused connections from now on, as trainers do (`Connections.unused`).
+
+        But none with the peers at these addresses, and none while others are dialled through this peer.
+        """
+        initial = frozenset(map(peer_of, addresses))
+        self._connections.needed = lambda peers: peers if self.transport.is_relay_of(peers) else initial
 
     async def keep_finding(self, addresses: Sequence[str]) -> None:
         """Dial these peers regularly, to rejoin one DHT after an outage of either side. Never returns."""

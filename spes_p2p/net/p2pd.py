@@ -24,7 +24,7 @@ from hivemind.utils.multiaddr import Multiaddr
 from spes_p2p.errors import PeerUnreachable, Refused, UserError
 from spes_p2p.messages.refusals import Code
 from spes_p2p.net.byte_stream import ByteStream
-from spes_p2p.net.connections import CONNECTIONS
+from spes_p2p.net.connections import CONNECTIONS, Uses
 from spes_p2p.net.daemon_process import (
     SOCKET_DIRECTORY,
     StartedDaemon,
@@ -58,6 +58,7 @@ class Daemon(P2P):  # type: ignore[misc]
         self._streams: set[asyncio.Task[None]] = set()
         self.guard: DHTGuard | None = None
         """Decides about requests to the DHT node; None: there is no node."""
+        self.uses = Uses()
 
     @classmethod
     async def of(cls, started: StartedDaemon, timeout_s: float) -> Daemon:
@@ -96,11 +97,17 @@ class Daemon(P2P):  # type: ignore[misc]
             if guard is None or len(request) > MAX_REQUEST_BYTES or guard.is_too_fast(sender):
                 raise ValueError("refused")
             parsed = input_protobuf_type.FromString(request)
-            await guard.check(sender, parsed)
-            reply: bytes = (await handler(parsed, P2PContext(handle_name, self.peer_id, remote))).SerializeToString()
-            return reply
+            with self.uses.of(sender):
+                await guard.check(sender, parsed)
+                reply: bytes = (await handler(parsed, P2PContext(handle_name, self.peer_id, remote))).SerializeToString()
+                return reply
 
         await self._client.add_unary_handler(handle_name, answer, balanced=balanced)
+
+    async def _call_unary_protobuf_handler(self, peer_id: PeerID, *arguments: Any) -> Any:
+        """Call a handler of another peer's DHT node."""
+        with self.uses.of(str(peer_id)):
+            return await super()._call_unary_protobuf_handler(peer_id, *arguments)
 
     async def connections(self) -> dict[str, list[str]]:
         """Return the multiaddrs of the open connections, by peer."""
@@ -121,13 +128,18 @@ class Daemon(P2P):  # type: ignore[misc]
         """Dial a peer at these multiaddrs; without any, look it up in the DHT. Raises PeerUnreachable."""
         plain = [_dial_bytes(address) for address in addresses]
         connect = p2pd_pb2.ConnectRequest(peer=_peer_bytes(peer), addrs=plain, timeout=_whole_seconds(timeout_s))
-        connection = await self._request(p2pd_pb2.Request(type=p2pd_pb2.Request.CONNECT, connect=connect), peer)
+        with self.uses.of(peer):
+            connection = await self._request(p2pd_pb2.Request(type=p2pd_pb2.Request.CONNECT, connect=connect), peer)
         connection.close()
 
     async def open_stream(self, peer: str, protocol: str, timeout_s: float) -> ByteStream:
         """Open a stream. Raises PeerUnreachable, or Refused if the peer does not serve the protocol."""
         stream = p2pd_pb2.StreamOpenRequest(peer=_peer_bytes(peer), proto=[protocol], timeout=_whole_seconds(timeout_s))
-        return await self._request(p2pd_pb2.Request(type=p2pd_pb2.Request.STREAM_OPEN, streamOpen=stream), peer)
+        with contextlib.ExitStack() as use:
+            use.enter_context(self.uses.of(peer))
+            opened = await self._request(p2pd_pb2.Request(type=p2pd_pb2.Request.STREAM_OPEN, streamOpen=stream), peer)
+            opened.when_lost(use.pop_all().close)
+            return opened
 
     async def serve_streams(self, protocol: str, handler: StreamHandler) -> None:
         """Call `handler` for each stream opened for `protocol`, in its own task."""
@@ -199,7 +211,9 @@ class Daemon(P2P):  # type: ignore[misc]
         try:
             info = p2pd_pb2.StreamInfo()
             await read_pbmsg_safe(stream, info)
-            await self._handlers[info.proto](str(PeerID(info.peer)), stream)
+            remote = str(PeerID(info.peer))
+            with self.uses.of(remote):
+                await self._handlers[info.proto](remote, stream)
         except asyncio.CancelledError:
             stream.abort()
         except Exception:

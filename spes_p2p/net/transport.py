@@ -57,6 +57,11 @@ class Libp2pTransport:
             self._known[peer] = usable
             self._dialled.discard(peer)
 
+    def is_relay_of(self, peers: Iterable[str]) -> bool:
+        """Return whether one of these peers is dialled through this one."""
+        here = f"/p2p/{self.peer_id}/p2p-circuit/"
+        return any(here in address for peer in peers for address in self._known.get(peer, ()))
+
     async def seen_at(self, peer: str) -> tuple[str, ...]:
         """Return the multiaddrs of the open connections with a peer, as seen from here."""
         return tuple((await self.daemon.connections()).get(peer, ()))

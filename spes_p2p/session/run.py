@@ -343,6 +343,7 @@ async def _live_as_trainer(
             pauses.ending.make()
             peer.leave()
 
+        net.keep_few_connections(addresses)
         searching = (reachability.keep_measuring(), net.keep_finding(addresses))
         around = (*searching, pauses.watch(peer.leave, observers.all), evaluations.run(observers.all))
         followers = started(ready.devices, config, resources.options, settings.nice)
