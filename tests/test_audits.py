@@ -36,11 +36,13 @@ from spes_p2p.rounds.audits import (
     LEAST_COSINE,
     LEAST_NORM_RATIO,
     WAITING_SHARE,
+    Replayed,
     Score,
     audited_work,
     auditor_of,
     auditors,
     auditors_share,
+    compared,
     convicted_by,
     drawn_work,
     has_passed,
@@ -276,6 +278,29 @@ def test_pending_work_beyond_what_rounding_and_lost_rounds_leave_fails() -> None
     made, pending = np.full(4, 2.0, np.float32), np.full(4, -3.0, np.float32)
     assert [pending_share(pending, made, left_out) for left_out in (0, 1)] == [1.5, -0.5]
     assert pending_share(pending, np.zeros(4), 0) == math.inf
+
+
+def test_after_a_longer_phase_rounding_may_have_left_more_than_a_short_one_moves() -> None:
+    rng = np.random.default_rng(0)
+    made, pending = rng.standard_normal(10**4, np.float32), 3 * rng.standard_normal(10**4, np.float32)
+    honest, invented = (Replayed(made + each, made, each) for each in (pending, 10 * pending))
+    assert not has_passed(compared(1, [honest]))
+    assert has_passed(compared(1, [honest], 16.0))
+    assert not has_passed(compared(1, [invented], 16.0))
+
+
+def test_how_much_longer_a_phase_lately_was_follows_from_the_commits() -> None:
+    given = {9: {"X": 4}, 8: {"A": 64}, 7: {"X": 32}}
+    commits = [SimpleNamespace(members=tuple(each), workloads=[Workload(steps, ()) for steps in each.values()])
+               for each in given.values()]
+    auditing = object.__new__(Auditing)
+    auditing._node = cast(Any, SimpleNamespace(log=SimpleNamespace(recent=lambda number: commits if number == 9 else ())))
+
+    def longer(steps: int) -> float:
+        case: Any = SimpleNamespace(peer="X", base=SimpleNamespace(round=9), phase=SimpleNamespace(steps=steps))
+        return auditing._longer(case)
+
+    assert [longer(4), longer(32), longer(40)] == [8.0, 1.0, 1.0]
 
 
 def test_pending_phases_of_a_part_are_those_since_a_round_that_took_it() -> None:

@@ -422,7 +422,14 @@ class Auditing:
             made -= pending[place]
             sent = part.codec.decode(body, part.size)
             parts.append(Replayed(sent, made, pending[place], audit.left_out[part.start]))
-        return compared(case.phase.steps, parts)
+        return compared(case.phase.steps, parts, self._longer(case))
+
+    def _longer(self, case: Case) -> float:
+        """Return how many times as many steps the longest phase had that the member was lately given, this one included."""
+        recent, steps = self._node.log.recent(case.base.round), case.phase.steps
+        given = (work.steps for commit in recent for peer, work in zip(commit.members, commit.workloads, strict=False)
+                 if peer == case.peer)
+        return max([1.0, *(each / steps for each in given)])
 
 
 def _written(draft: Draft, chunks: Iterable[bytes | memoryview]) -> Draft:

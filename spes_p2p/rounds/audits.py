@@ -36,8 +36,8 @@ LEAST_COSINE, LEAST_NORM_RATIO = 0.9, 0.75
 Honest ones have 0.979 and 0.99 or more, also in another arithmetic; half of 16 steps at most 0.89 (docs/security.md)."""
 ROUNDING_SHARE, LEFT_OUT_SHARE, LEAST_DIRECTION = 0.5, 2.0, 0.4
 """Bound the norm of pending work by that of the phase's update, in each part: what rounding leaves, and more for each phase
-that rounds left out; and the cosine of all that was sent with the phase's update. Honest ones have 0.15 and 0.97 where nothing
-was left out. Pending work is the member's word, and could be anything."""
+that rounds left out; and the cosine of all that was sent with the phase's update. Honest ones have 0.16 and 0.97 where nothing
+was left out. After a longer phase more is pending beside a short one. Pending work is the member's word: it could be anything."""
 AUDITORS_SHARE = 10.0
 """An auditor spends at most this many times `sync.audited_share` of its steps on audits, in the long run."""
 NEWCOMERS_SHARE = 4.0
@@ -231,7 +231,8 @@ class Score:
     pending: float = 0.0
     """Largest `pending_share` of the parts."""
     direction: float = 1.0
-    """Cosine of what the member sent, pending work included, with the auditor's update."""
+    """Cosine of what the member sent, pending work included, with the auditor's update, times how much longer an earlier phase
+    was."""
 
 
 @dataclass(frozen=True)
@@ -248,14 +249,17 @@ class Replayed:
     """Earlier phases that rounds did not take, which may be pending."""
 
 
-def compared(steps: int, parts: Iterable[Replayed]) -> Score:
-    """Compare a member's update with that of training again."""
+def compared(steps: int, parts: Iterable[Replayed], longer: float = 1.0) -> Score:
+    """Compare a member's update with that of training again.
+
+    `longer`: how many times as many steps an earlier phase had, of which rounding left something: at least 1.
+    """
     both = sent_square = made_square = along = whole_square = most_pending = 0.0
     for part in parts:
         sent, made = part.sent, part.made
         along += float(np.vdot(sent, made))
         whole_square += float(np.vdot(sent, sent))
-        most_pending = max(most_pending, pending_share(part.pending, made, part.left_out))
+        most_pending = max(most_pending, pending_share(part.pending, made * np.float32(longer), part.left_out))
         sent = sent - part.pending
         both += float(np.vdot(sent, made))
         sent_square += float(np.vdot(sent, sent))
@@ -265,7 +269,7 @@ def compared(steps: int, parts: Iterable[Replayed]) -> Score:
     sent_norm, made_norm, whole_norm = map(math.sqrt, (sent_square, made_square, whole_square))
     return Score(
         steps, both / (sent_norm * made_norm), sent_norm / made_norm,
-        most_pending, along / (whole_norm * made_norm) if whole_norm else 0.0,
+        most_pending, longer * along / (whole_norm * made_norm) if whole_norm else 0.0,
     )
 
 
