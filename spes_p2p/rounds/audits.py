@@ -37,7 +37,7 @@ Honest ones have 0.979 and 0.99 or more, also in another arithmetic; half of 16 
 ROUNDING_SHARE, LEFT_OUT_SHARE, LEAST_DIRECTION = 0.5, 2.0, 0.4
 """Bound the norm of pending work by that of the phase's update, in each part: what rounding leaves, and more for each phase
 that rounds left out; and the cosine of all that was sent with the phase's update. Honest ones have 0.16 and 0.97 where nothing
-was left out. After a longer phase more is pending beside a short one. Pending work is the member's word: it could be anything."""
+was left out. After a longer phase more is pending beside a short one. Pending work is the member's word."""
 AUDITORS_SHARE = 10.0
 """An auditor spends at most this many times `sync.audited_share` of its steps on audits, in the long run."""
 NEWCOMERS_SHARE = 4.0
