@@ -384,6 +384,9 @@ def test_moments_that_no_training_leaves_are_not_plausible() -> None:
     forged = {"exp_avg/a": np.float32(3) * usual["exp_avg/a"]}
     assert not are_plausible({**usual, **forged}, after, 0.5), "it would move on by itself"
     assert not are_plausible({"exp_avg/a": usual["exp_avg/a"], "exp_avg_sq/a": np.zeros(50, np.float32)}, after, 0.5)
+    one_zero = np.ones(50, np.float32)
+    one_zero[7] = 0
+    assert not are_plausible({**usual, "exp_avg_sq/a": one_zero}, after, 0.5), "without a gradient that weight moves by m / eps"
     for shape in ((50, 1), (3,)):
         other = {"exp_avg_sq/a": np.ones(shape, np.float32)}
         assert not are_plausible({**usual, **other}, after, 0.5), "not what the trainer holds"

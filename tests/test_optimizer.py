@@ -319,6 +319,26 @@ def test_a_step_that_is_not_finite_leaves_8bit_moments_alone() -> None:
 
 
 @needs_torchao
+@pytest.mark.parametrize("loads", [False, True], ids=["", "from a checkpoint that has zeros"])
+def test_no_weight_leaps_whose_second_moment_is_too_small_for_8_bits(loads: bool) -> None:
+    parameter = torch.nn.Parameter(torch.zeros(4096))
+    group = {"params": [parameter], "weight_decay": 0.0, "batches": 1.0}
+    optimizer = make_adamw("adamw8bit", [group], (0.9, 0.999), 1e-8)
+    parameter.grad = torch.tensor([1.0, 1e-4]).repeat(2048)
+    optimizer.step([1.0])
+    if loads:
+        arrays = {name: tensor.numpy().copy() for name, tensor in optimizer.state_of(parameter).items()}
+        arrays["exp_avg_sq.codes"][1::2] = 0
+        assert optimizer.load_state_of(parameter, arrays)
+    before = parameter.detach().clone()
+    parameter.grad.zero_()
+    optimizer.step([1.0])
+    moved = (parameter.detach() - before).abs()
+    assert moved.min() > 0
+    assert moved.max() < 1
+
+
+@needs_torchao
 def test_moments_of_the_other_kind_are_not_taken_and_the_expert_ramps_up_again() -> None:
     exact, small = Training((3,)), Training((3,), kind="adamw8bit")
     for training in (exact, small):

@@ -105,6 +105,8 @@ class AdamW:
 class AdamW8bit(AdamW):
     """torchao's AdamW: 8-bit moments with one scale per 256 values (arXiv 2110.02861); small tensors keep float32.
 
+    Second moments below 1.6e-7 of the largest of their 256 round up to the smallest code instead of to 0. A first moment does
+    not round to 0 with them, and without a gradient AdamW would move such a weight by rate * m / eps.
     Its step is compiled, which keeps temporary memory small; on a CPU it runs eagerly, which needs no compiler.
     """
 
@@ -115,6 +117,12 @@ class AdamW8bit(AdamW):
                             "possible here: adamw")
         self.torch_optimizer = importlib.import_module("torchao.optim").AdamW8bit(groups, lr=0.0, betas=betas, eps=eps)
         self._on_cpu = groups[0]["params"][0].device.type == "cpu"
+
+    def step(self, rates: list[float]) -> None:
+        """Apply the gradients, and leave no second moment at 0."""
+        super().step(rates)
+        for state in self.torch_optimizer.state.values():
+            _round_zeros_up(state["exp_avg_sq"])
 
     def _expect_larger_batches(self) -> None:
         """Not supported by 8-bit moments: with `second_moment_peers: auto` they stay those of this peer's batch."""
@@ -146,8 +154,16 @@ class AdamW8bit(AdamW):
         )
         moment.codes.copy_(torch.from_numpy(np.array(codes)))
         moment.scale.copy_(torch.from_numpy(np.array(scales)))
+        if key == "exp_avg_sq":
+            _round_zeros_up(moment)
         restored: Tensor = moment
         return restored
+
+
+def _round_zeros_up(second: Any) -> None:
+    """Replace code 0, whose value is 0, in an 8-bit second moment."""
+    if hasattr(second, "codes"):
+        second.codes.clamp_(min=1)
 
 
 def _excess(gradient: Tensor, state: Mapping[str, Tensor], betas: tuple[float, float]) -> Tensor:
