@@ -145,6 +145,7 @@ def _run_counted(place: int, scenario: Scenario, seed: int) -> RunReport:
 
 @contextlib.contextmanager
 def _rarely_collecting() -> Iterator[None]:
+    gc.collect()  # the peers of an earlier run
     before = gc.get_threshold()
     gc.set_threshold(OBJECTS_PER_COLLECTION, *before[1:])
     try:
