@@ -28,10 +28,12 @@ from hypothesis import strategies as st
 
 from spes_p2p.net import dht_guard
 from spes_p2p.net.dht_guard import (
+    MAX_RECORDS,
     MAX_REQUEST_BYTES,
     MAX_TTL_S,
     REQUESTS_BURST,
     DHTGuard,
+    FewRecords,
     OwnedRecords,
     check_answers_apart,
     keep_own_records_only,
@@ -230,7 +232,7 @@ def test_a_node_that_answers_with_records_of_its_invention_hides_no_honest_answe
             (found, _), = (await protocol.call_find(peer, [])).values()
             return [subkey for subkey, _ in found.items()]
 
-        protocol: Any = SimpleNamespace(serializer=MSGPackSerializer, call_find=call_find)
+        protocol: Any = SimpleNamespace(call_find=call_find, get_stub=None)
         check_answers_apart(cast(DHTNode, SimpleNamespace(protocol=protocol)), node.records)
         liar, honest = (PeerID.from_base58(RSAIdentity(tmp_path / name).peer_id) for name in ("liar", "honest"))
         for number in range(5):
@@ -241,6 +243,80 @@ def test_a_node_that_answers_with_records_of_its_invention_hides_no_honest_answe
         answer(honest, 5)
         answers[str(honest)].store(signers[0].local_public_key, b"not signed", now + 30)
         assert set(await ask(honest)) == {signer.local_public_key for signer in signers[1:]}
+
+    run(main())
+
+
+def test_signatures_of_many_nodes_together_are_bounded_and_those_that_a_keeper_shows_are_checked_anyway(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dht_guard, "CHECKS_BURST", 2.0)
+    monkeypatch.setattr(dht_guard, "CHECKS_PER_S", 0.01)
+
+    async def main() -> None:
+        node, signer = Node(tmp_path), OwnedRecords(RSAIdentity(tmp_path / "signer"))
+        liars = [PeerID.from_base58(RSAIdentity(tmp_path / f"liar{number}").peer_id) for number in range(3)]
+        keeper, subkey = PeerID.from_base58(node.me.peer_id), MSGPackSerializer.dumps(signer.local_public_key)
+
+        async def call_find(peer: PeerID, keys: Collection[DHTID]) -> dict[DHTID, Any]:
+            expires_at, found = get_dht_time() + 20, DictionaryDHTValue()
+            signed = signer.sign_value(DHTRecord(node.key, subkey, msgpack.packb(b"x"), expires_at))
+            found.store(signer.local_public_key, signed, expires_at)
+            protocol._validate_dictionary(node.key, found)
+            return {DHTID.from_bytes(node.key): (found, {})}
+
+        protocol: Any = SimpleNamespace(call_find=call_find, get_stub=None)
+        check_answers_apart(cast(DHTNode, SimpleNamespace(protocol=protocol)), node.records, lambda: [node.me.peer_id])
+
+        async def records_of(peer: PeerID) -> int:
+            ((found, _),) = (await protocol.call_find(peer, [])).values()
+            return len(found)
+
+        assert [await records_of(liar) for liar in (*liars, *liars)] == [1, 1, 1, 1, 0, 0]
+        assert await records_of(keeper) == 1
+
+    run(main())
+
+
+def test_an_answer_of_more_records_than_are_kept_or_of_lists_in_them_is_not_unpacked() -> None:
+    """Each of its records costs microseconds on the event loop: 240,000 that fit into an answer took two seconds."""
+    soon, kept = get_dht_time() + 60, DictionaryDHTValue()
+    for number in range(MAX_RECORDS):
+        kept.store(b"%d" % number, b"value", soon + number)
+    assert dict(FewRecords.loads(FewRecords.dumps(kept)).items()) == dict(kept.items())
+    kept.store(b"one more", b"value", soon)
+    with pytest.raises(ValueError, match="2049 records"):
+        FewRecords.loads(FewRecords.dumps(kept))
+    lists: list[list[int]] = [[]] * 10**5
+    for found in (lists, {"key": 1}, (1, 2)):
+        with pytest.raises(ValueError, match=r"exceeds|malformed|neither|Unexpected"):
+            FewRecords.loads(FewRecords.dumps(found))
+        for records in ([None, soon, [[b"key", found, soon]]], [None, soon, [[b"key", b"value", soon, found]]], found):
+            with pytest.raises(ValueError, match=r"exceeds|malformed|neither|Unexpected"):
+                FewRecords.loads(msgpack.packb(msgpack.ExtType(0x50, FewRecords.dumps(records))))
+
+
+@pytest.mark.network
+def test_an_answer_with_more_records_or_nodes_than_a_node_has_counts_as_none(tmp_path: Path) -> None:
+    async def main() -> None:
+        liar = await start_libp2p(tmp_path / "liar", ["/ip4/127.0.0.1/tcp/0"])
+        asker = await start_libp2p(tmp_path / "asker", ["/ip4/127.0.0.1/tcp/0"], initial_peers=liar.transport.addresses)
+        try:
+            await liar.registry.put("peers", b"liar", 60)
+            protocol, peer = asker.registry.node.protocol, PeerID.from_base58(liar.identity.peer_id)
+            key, theirs = DHTID.generate(source="peers"), liar.registry.node.protocol
+            assert await asker.registry.get("peers") == {liar.identity.peer_id: b"liar"}
+            nearest = theirs.routing_table.get_nearest_neighbors
+            theirs.routing_table.get_nearest_neighbors = lambda *_, **__: [(key, peer)] * 21
+            assert await protocol.call_find(peer, [key]) is None
+            theirs.routing_table.get_nearest_neighbors = nearest
+            assert await protocol.call_find(peer, [key]) is not None
+            for number in range(MAX_RECORDS):
+                theirs.storage.store_subkey(key, b"%d" % number, b"", get_dht_time() + 60)
+            assert await protocol.call_find(peer, [key]) is None
+        finally:
+            await asker.close()
+            await liar.close()
 
     run(main())
 
@@ -258,7 +334,7 @@ def test_a_node_is_known_under_its_own_id_only_whoever_names_it(tmp_path: Path) 
             return {key: (None, named)} if keys else None
 
         table: Any = SimpleNamespace(add_or_update_node=lambda node_id, peer: known.update({node_id: peer}))
-        protocol: Any = SimpleNamespace(call_find=call_find, routing_table=table)
+        protocol: Any = SimpleNamespace(call_find=call_find, routing_table=table, get_stub=None)
         stub = cast(DHTNode, SimpleNamespace(protocol=protocol))
         check_answers_apart(stub, node.records)
         keep_own_records_only(stub)

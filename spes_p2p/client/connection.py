@@ -153,6 +153,7 @@ async def connect(
     from spes_p2p.campaign.record import agreed_record
     from spes_p2p.config.campaign import parse_campaign
     from spes_p2p.consensus.commit_log import CommitLog
+    from spes_p2p.net.contacts import keepers_of
     from spes_p2p.net.libp2p import visit
     from spes_p2p.net.rpc import RpcEndpoint
 
@@ -166,6 +167,7 @@ async def connect(
         if record.genesis.campaign != campaign.hash:
             raise UserError(f"peer {serving[0]}: serves the genesis commit of another campaign; ask the campaign's owner")
         endpoint, log = RpcEndpoint(net.transport, REPLY_TIMEOUT_S), CommitLog(net.identity, record.genesis)
+        net.registry.keepers = keepers_of(record.genesis, net.registry.keepers)
         endpoint.shares.is_known = lambda peer: peer in peers or peer in log.last.participants
         yield SwarmConnection(addresses, campaign, log, net, endpoint)
     finally:

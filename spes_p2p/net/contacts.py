@@ -3,10 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterable
 
 from spes_p2p.messages.codec import WireError, unpack
+from spes_p2p.messages.consensus import Commit
 from spes_p2p.messages.presence import Contact
 from spes_p2p.net.interfaces import Registry, Transport
+
+MAX_KEEPERS = 2
+"""Bounds what a peer sends for each record beyond what the DHT's own nodes get."""
+
+
+def keepers_of(genesis: Commit, joined_by: Iterable[str]) -> tuple[str, ...]:
+    """Return the peers that keep all contacts of a campaign: its helpers, and those that this peer joined by."""
+    return tuple(dict.fromkeys((*genesis.helpers, *joined_by)))[:MAX_KEEPERS]
 
 
 def registry_key(campaign_hash: str) -> str:

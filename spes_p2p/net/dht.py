@@ -5,16 +5,19 @@ from __future__ import annotations
 import asyncio
 import math
 import struct
-from collections.abc import Collection, Coroutine, Sequence
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from typing import Any, TypeVar
 
 from hivemind.dht import DHTNode
 from hivemind.dht.protocol import ValidationError
 from hivemind.dht.routing import DHTID, get_dht_time
+from hivemind.dht.storage import DictionaryDHTValue
+from hivemind.dht.validation import DHTRecord
 from hivemind.p2p import PeerID
 from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError
-from hivemind.utils.timed_storage import MAX_DHT_TIME_DISCREPANCY_SECONDS
+from hivemind.utils.timed_storage import MAX_DHT_TIME_DISCREPANCY_SECONDS, ValueWithExpiration
 
+from spes_p2p.config.addresses import peer_of
 from spes_p2p.errors import PeerUnreachable, UserError
 from spes_p2p.net.daemon_process import nobody_answers
 from spes_p2p.net.dht_guard import (
@@ -33,6 +36,10 @@ from spes_p2p.net.p2pd import Daemon
 T = TypeVar("T")
 
 REGISTRY_TIMEOUT_S = 15.0
+SEARCH_BESIDE_S = 5.0
+"""Wait at most this long for a search once a keeper has answered: a contact is renewed every few seconds, between look-ups."""
+KEEPER_PAUSE_S = 30.0
+"""Leave out a keeper for this long after it did not answer, which takes three seconds."""
 SEARCH_EVERY_S = 60.0
 """Search the nodes that take a peer's record this often; records are renewed every few seconds."""
 
@@ -44,13 +51,20 @@ class DHTRegistry:
     """Small records in the Hivemind DHT (`interfaces.Registry`), each under a subkey that only its writer's key can sign.
 
     The DHT keeps the value with the latest expiry, so a record carries its own expiry, and the DHT's grows with every write.
+
+    A search asks nodes that anybody may have: five whose ids are ground to be the nearest ones hide all records, and one that
+    names nodes which do not exist makes it last. So records are also kept at, and read from, `keepers`.
     """
 
-    def __init__(self, node: DHTNode, records: OwnedRecords):
+    def __init__(self, node: DHTNode, records: OwnedRecords, keepers: tuple[str, ...] = ()):
         self.node = node
+        self.keepers = keepers
         self._records = records
+        self._tasks = set[asyncio.Task[Any]]()
         self._last_expiry: dict[str, float] = {}
-        self._nearest = _store_without_reading(node)
+        self._silent_until: dict[str, float] = {}
+        """Loop time until which a keeper that did not answer is left out."""
+        self._nearest = _store_without_reading(node, lambda: self.keepers)
 
     @property
     def subkey(self) -> bytes:
@@ -65,7 +79,6 @@ class DHTRegistry:
         self._records.admit(key)
         if await self._store(key, value, ttl_s):
             return
-        self._nearest.clear()
         await self._learn_last_expiry(key)
         if not await self._store(key, value, ttl_s):
             raise PeerUnreachable(f"no peer of the DHT took the record {key}")
@@ -88,7 +101,30 @@ class DHTRegistry:
         dht_expiry = max(expires_at, self._last_expiry.get(key, 0.0) + _EXPIRY_STEP_S)
         self._last_expiry[key] = dht_expiry
         content = _EXPIRY.pack(expires_at) + value
-        return bool(await _answer(self.node.store(key, content, dht_expiry, subkey=self.subkey)))
+        is_keeper = str(self.node.peer_id) in self.keepers
+        storing = self.node.store(key, content, dht_expiry, subkey=self.subkey, exclude_self=is_keeper)
+        searching = self._begin(self._search(storing))
+        keeping = self._begin(self._store_at_keepers(key, content, dht_expiry))
+        await asyncio.wait([searching, keeping], timeout=SEARCH_BESIDE_S)
+        if not searching.done() or searching.exception() is not None:  # it may end later, for what it is worth
+            return await keeping or await searching
+        if not searching.result():
+            self._nearest.clear()
+        return searching.result() or is_keeper
+
+    async def _store_at_keepers(self, key: str, content: bytes, dht_expiry: float) -> bool:
+        protocol, dht_key = self.node.protocol, DHTID.generate(source=key)
+        packed, subkey = protocol.serializer.dumps(content), protocol.serializer.dumps(self.subkey)
+        signed = self._records.sign_value(DHTRecord(dht_key.to_bytes(), subkey, packed, dht_expiry))
+
+        async def store_at(keeper: PeerID) -> bool:
+            if keeper == self.node.peer_id:
+                return bool(protocol.storage.store(dht_key, signed, dht_expiry, subkey=self.subkey))
+            taken = await protocol.call_store(keeper, [dht_key], [signed], dht_expiry, [self.subkey])
+            self._heard(str(keeper), taken is not None)
+            return any(taken or ())
+
+        return any(await asyncio.gather(*map(store_at, self._awake_keepers())))
 
     async def _learn_last_expiry(self, key: str) -> None:
         """A former life under this identity may have left a record that expires later than ours."""
@@ -97,8 +133,61 @@ class DHTRegistry:
             self._last_expiry[key] = max(self._last_expiry[key], float(mine.expiration_time))
 
     async def _entries(self, key: str) -> dict[Any, Any]:
-        found = await _answer(self.node.get(key, latest=True))
-        return found.value if found is not None and isinstance(found.value, dict) else {}
+        """Return what the search and a keeper find, by subkey; of two records the one that expires later."""
+        searching = self._begin(self._search(self.node.get(key, latest=True)))
+        kept = await self._read_at_keepers(key)
+        await asyncio.wait([searching], timeout=None if kept is None else SEARCH_BESIDE_S)
+        entries = dict(kept or {})
+        if kept is None or (searching.done() and searching.exception() is None):
+            found = searching.result()
+            for subkey, entry in found.value.items() if found is not None and isinstance(found.value, dict) else ():
+                if subkey not in entries or entry.expiration_time > entries[subkey].expiration_time:
+                    entries[subkey] = entry
+        searching.cancel()
+        return entries
+
+    async def _read_at_keepers(self, key: str) -> dict[Any, Any] | None:
+        """Return what the first keeper that answers has; None when none does."""
+        protocol, dht_key = self.node.protocol, DHTID.generate(source=key)
+        for keeper in self._awake_keepers():
+            if keeper == self.node.peer_id:
+                stored = protocol.storage.get(dht_key)
+            else:
+                answer = await protocol.call_find(keeper, [dht_key])
+                self._heard(str(keeper), bool(answer))
+                if not answer:
+                    continue
+                stored = answer[dht_key][0]
+            records = stored.value.items() if stored is not None and isinstance(stored.value, DictionaryDHTValue) else ()
+            return {subkey: self._unsigned(dht_key, subkey, *each) for subkey, each in records}
+        return None
+
+    def _awake_keepers(self) -> list[PeerID]:
+        now = asyncio.get_running_loop().time()
+        return [PeerID.from_base58(keeper) for keeper in self.keepers if self._silent_until.get(keeper, now) <= now]
+
+    def _heard(self, keeper: str, answered: bool) -> None:
+        self._silent_until[keeper] = asyncio.get_running_loop().time() + (0.0 if answered else KEEPER_PAUSE_S)
+
+    def _unsigned(self, dht_key: DHTID, subkey: Any, value: bytes, expires_at: float) -> ValueWithExpiration[Any]:
+        serializer = self.node.protocol.serializer
+        signed = DHTRecord(dht_key.to_bytes(), serializer.dumps(subkey), value, expires_at)
+        return ValueWithExpiration(serializer.loads(self._records.strip_value(signed)), expires_at)
+
+    def _begin(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        """Run something whose result nobody may wait for."""
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(lambda done: done.cancelled() or done.exception())
+        return task
+
+    @staticmethod
+    async def _search(call: Coroutine[Any, Any, T]) -> T:
+        try:
+            return await asyncio.wait_for(call, REGISTRY_TIMEOUT_S)
+        except asyncio.TimeoutError:
+            raise PeerUnreachable(f"the DHT did not answer for {REGISTRY_TIMEOUT_S:g} s") from None
 
 
 async def join_dht(
@@ -125,9 +214,10 @@ async def join_dht(
     )
     try:
         guard.node = node = await asyncio.wait_for(joining, timeout_s)
+        registry = DHTRegistry(node, records, tuple(map(peer_of, initial_peers)))
         keep_own_records_only(node)
-        check_answers_apart(node, records)
-        return node, DHTRegistry(node, records)
+        check_answers_apart(node, records, lambda: registry.keepers)
+        return node, registry
     except (RuntimeError, P2PDaemonError, asyncio.TimeoutError):
         if initial_peers:
             raise nobody_answers(initial_peers) from None
@@ -136,8 +226,12 @@ async def join_dht(
         raise UserError(_not_admitted(initial_peers, str(error))) from None
 
 
-def _store_without_reading(node: DHTNode) -> dict[DHTID, tuple[float, dict[DHTID, PeerID]]]:
+def _store_without_reading(
+    node: DHTNode, keepers: Callable[[], Collection[str]]
+) -> dict[DHTID, tuple[float, dict[DHTID, PeerID]]]:
     """Let the node search where to store rarely, and without reading; return when it did last, and what it found, by key.
+
+    Keepers are no such place: they have the record anyway.
 
     hivemind searches at every write, and each node that holds the key answers with all records under it. Here it searches for
     the key next to it, under which nobody stores, and to which the same nodes are nearest.
@@ -148,14 +242,18 @@ def _store_without_reading(node: DHTNode) -> dict[DHTID, tuple[float, dict[DHTID
         if found_callback is None:
             return await search(queries, *args, **options)
         (key,), peers, now_s = queries, options["node_to_peer_id"], asyncio.get_running_loop().time()
+
+        def without_keepers(nodes: Collection[DHTID]) -> list[DHTID]:
+            return [each for each in nodes if str(peers[each]) not in keepers()]
+
         searched_s, nearest = known.get(key, (-math.inf, {}))
         if now_s < searched_s + SEARCH_EVERY_S and len(nearest) >= node.num_replicas:
             peers.update(nearest)
-            return await found_callback(key, list(nearest), set())
+            return await found_callback(key, without_keepers(nearest), set())
 
         async def found(_: DHTID, nodes: list[DHTID], visited: set[DHTID]) -> None:
             known[key] = now_s, {each: peers[each] for each in nodes}
-            await found_callback(key, nodes, visited)
+            await found_callback(key, without_keepers(nodes), visited)
 
         return await search({DHTID(key ^ 1)}, *args, found_callback=found, **options)
 
@@ -171,9 +269,3 @@ def _not_admitted(initial_peers: Sequence[str], problem: str) -> str:
         )
     return f"{', '.join(initial_peers)}: {problem}; see spes-p2p doctor"
 
-
-async def _answer(call: Coroutine[Any, Any, T]) -> T:
-    try:
-        return await asyncio.wait_for(call, REGISTRY_TIMEOUT_S)
-    except asyncio.TimeoutError:
-        raise PeerUnreachable(f"the DHT did not answer for {REGISTRY_TIMEOUT_S:g} s") from None

@@ -15,6 +15,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from contextvars import ContextVar
 from functools import lru_cache
+from types import SimpleNamespace
 from typing import Any
 
 import msgpack
@@ -28,6 +29,7 @@ from hivemind.dht.storage import DictionaryDHTValue
 from hivemind.dht.validation import DHTRecord
 from hivemind.p2p import PeerID
 from hivemind.proto import dht_pb2
+from hivemind.utils import MSGPackSerializer
 from hivemind.utils.crypto import RSAPrivateKey
 from hivemind.utils.timed_storage import MAX_DHT_TIME_DISCREPANCY_SECONDS
 
@@ -60,10 +62,14 @@ STORED_PER_NETWORK_S, STORED_PER_NETWORK_BURST = 64.0, 256.0
 """The same for all from one network, or relayed: 256 renew theirs every few seconds."""
 CHECKS_PER_S, CHECKS_BURST = 400.0, 4096.0
 """New signatures that are checked, at 0.2 ms each: in what all store here, and in the answers of each node to look-ups."""
+LIARS = 2
+"""New signatures of all nodes' answers together, in allowances of one."""
 KEPT_CHECKS = 2**12
 LOOK_EVERY_S = 0.5
 """Ask the peer daemon at most this often who is connected from where; senders that are not known yet wait for it."""
 
+_FLAT = {"max_array_len": 0, "max_map_len": 0}
+"""Lets msgpack unpack neither lists nor maps."""
 _SUBKEY = re.compile(rb"\[owner:(ssh-rsa [A-Za-z0-9+/=]+)\]")
 
 
@@ -87,10 +93,10 @@ class OwnedRecords(RSASignatureValidator):  # type: ignore[misc]
         """Return whether a record of this key may be stored until then."""
         return key in self._admitted and expires_at <= get_dht_time() + MAX_TTL_S + MAX_DHT_TIME_DISCREPANCY_SECONDS
 
-    def validate(self, record: DHTRecord, checks: Allowance | None = None) -> bool:
+    def validate(self, record: DHTRecord, *checks: Allowance) -> bool:
         """Is it admitted, small, signed by its owner, and will it expire? Twice the tolerance of `may_store`, for clocks.
 
-        `checks`: the allowance of whoever sent it; by default that of all who store records here.
+        `checks`: the allowances of whoever sent it; by default that of all who store records here.
         """
         if record.subkey is None or self.PUBLIC_KEY_FORMAT[:7] not in record.subkey or record.key not in self._admitted:
             return False
@@ -100,7 +106,7 @@ class OwnedRecords(RSASignatureValidator):  # type: ignore[misc]
             return False
         known = (record.key, record.subkey, record.value, record.expiration_time)
         if known not in self._checked:
-            if not (checks or self._checks).take():
+            if not all(each.take() for each in checks or (self._checks,)):
                 return False
             self._checked[known] = self._is_signed(record)
             while len(self._checked) > KEPT_CHECKS:
@@ -222,17 +228,59 @@ def keep_own_records_only(node: DHTNode) -> None:
     protocol.update_routing_table = update_routing_table
 
 
-def check_answers_apart(node: DHTNode, records: OwnedRecords) -> None:
+class FewRecords(MSGPackSerializer):  # type: ignore[misc]
+    """Unpacks what this program stores, within bounds: a node may answer a look-up with millions of tiny records, or lists."""
+
+    @classmethod
+    def loads(cls, buf: bytes) -> Any:
+        """Return a scalar, bytes or text, or up to MAX_RECORDS records. Raises ValueError for anything else."""
+        found = msgpack.unpackb(buf, **_FLAT)
+        if not isinstance(found, msgpack.ExtType):
+            return found
+        if found.code != cls._ext_types[DictionaryDHTValue]:
+            raise ValueError("neither a value nor records")
+        reader = msgpack.Unpacker(max_ext_len=0, **_FLAT)
+        reader.feed(found.data)
+        if reader.read_array_header() != 3:
+            raise ValueError("malformed records")
+        reader.skip()  # bounds and expiry as its sender sees them
+        reader.skip()
+        if (count := reader.read_array_header()) > MAX_RECORDS:
+            raise ValueError(f"{count} records")
+        with DictionaryDHTValue().freeze() as records:
+            for _ in range(count):
+                if reader.read_array_header() != 3:
+                    raise ValueError("a malformed record")
+                records.store(reader.unpack(), reader.unpack(), float(reader.unpack()))
+        return records
+
+
+def check_answers_apart(node: DHTNode, records: OwnedRecords, keepers: Callable[[], Collection[str]] = tuple) -> None:
     """Give each node its own allowance of signatures in its answers to look-ups, and drop wrong records one by one.
 
     Also drop nodes that it names under ids of its choice: twenty of them next to a key would have all of its records.
 
+    An answer that names more nodes than this one would is dropped unread: their ids are hashed one by one.
+
     hivemind drops an answer whole, and a node may answer with any records: with one allowance for all, a liar's new signatures
-    use it up, and honest answers are dropped.
+    use it up, and honest answers are dropped. Many liars have one together, which the answers of `keepers` do not need.
     """
-    protocol, call_find = node.protocol, node.protocol.call_find
+    protocol, call_find, get_any_stub = node.protocol, node.protocol.call_find, node.protocol.get_stub
+    protocol.serializer = FewRecords
     checks = Allowances(CHECKS_PER_S, CHECKS_BURST, 2 * MAX_RECORDS)
+    checks_of_all = Allowance(LIARS * CHECKS_PER_S, LIARS * CHECKS_BURST)
     sender = ContextVar("sender", default="")
+
+    def get_stub(peer: PeerID) -> SimpleNamespace:
+        stub = get_any_stub(peer)
+
+        async def rpc_find(*args: Any, **options: Any) -> Any:
+            answer = await stub.rpc_find(*args, **options)
+            if any(len(result.nearest_peer_ids) > protocol.bucket_size for result in answer.results):
+                raise ValueError("too many nodes")
+            return answer
+
+        return SimpleNamespace(rpc_ping=stub.rpc_ping, rpc_store=stub.rpc_store, rpc_find=rpc_find)
 
     async def call_find_of(peer: PeerID, keys: Collection[DHTID]) -> Any:
         sender.set(str(peer))
@@ -243,14 +291,14 @@ def check_answers_apart(node: DHTNode, records: OwnedRecords) -> None:
         }
 
     def keep_right_ones(key: bytes, found: DictionaryDHTValue) -> bool:
-        allowance = checks.of(sender.get())
-        for number, (subkey, (value, expires_at)) in enumerate(list(found.items())):
+        allowances = (checks.of(sender.get()), *(() if sender.get() in keepers() else (checks_of_all,)))
+        for subkey, (value, expires_at) in list(found.items()):
             record = DHTRecord(key, protocol.serializer.dumps(subkey), value, expires_at)
-            if number >= MAX_RECORDS or not records.validate(record, allowance):
+            if not records.validate(record, *allowances):
                 del found[subkey]
         return True
 
-    protocol.call_find, protocol._validate_dictionary = call_find_of, keep_right_ones
+    protocol.get_stub, protocol.call_find, protocol._validate_dictionary = get_stub, call_find_of, keep_right_ones
 
 
 @lru_cache(maxsize=4096)

@@ -89,6 +89,9 @@ class Transport(Protocol):
 class Registry(Protocol):
     """The DHT: small values that expire, `key -> {peer id: value}`. A peer can write only under its own id."""
 
+    keepers: tuple[str, ...]
+    """Peers that keep this peer's records beside the nodes that the DHT chooses. The first that answers is read, too."""
+
     async def put(self, key: str, value: bytes, ttl_s: float) -> None:
         """Store `value` (at most MAX_RECORD_BYTES) under (key, this peer's id) for `ttl_s` seconds."""
 

@@ -139,7 +139,7 @@ class RoundMember:
                 raise UserError(refusal_line(coordinator, refused, self._node.world.protocol))
         if refused.code is Code.NOT_ADMITTED:
             await self._node.refresh_contacts()  # fetches the owner's newest record: only that, or a commit, proves a ban
-            await self._node.decisions.learn_from_all(self._node.others())
+            await self._node.decisions.learn_from_all(self._node.sources())
             if self._node.why_not_admitted(self._node.controls.newest):
                 await self.return_work()
             self._node.require_admitted(self._node.controls.newest)
@@ -193,7 +193,7 @@ class RoundMember:
         """After trying every coordinator: refresh contacts and commits, and ask for a reform."""
         await self._rest(min(BACKOFF_S * 2 ** min(times_tried - 1, 10), MAX_BACKOFF_S))
         await self._node.refresh_contacts()
-        await self._node.decisions.learn_from_all(self._node.others())
+        await self._node.decisions.learn_from_all(self._node.sources())
         await self._node.departures.come_back()
         if self._node.role == "trainer":
             await self._node.decisions.ask_for_reform()

@@ -249,7 +249,7 @@ class CoordinatorService:
         await attempt.run()
         if attempt.failed:
             self._failed_round = attempt.parent.round + 1
-            await self._node.decisions.learn_from_all(self._node.others())
+            await self._node.decisions.learn_from_all(self._node.sources())
 
     def _work(self) -> tuple[Mapping[str, int], Collection[str]]:
         """Return the steps of this phase by peer, and the peers that make a quorum."""

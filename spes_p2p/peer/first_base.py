@@ -38,7 +38,7 @@ async def learn_own_commit(replica: Replica) -> None:
     """
     log, waited = replica.node.log, 0
     while replica.base.round > log.round and not log.gave_up(replica.base.commit):
-        await replica.node.decisions.learn_from_all(replica.node.others())
+        await replica.node.decisions.learn_from_all(replica.node.sources())
         if replica.base.round > log.round:
             if waited % 30 == 0:
                 logger.warning(

@@ -126,7 +126,7 @@ class Peer:
         Of a finished campaign a helper serves the base until asked to leave, a trainer until everybody has it.
         """
         if self.finished:
-            await self.node.decisions.take_control_from_all(self.node.others())
+            await self.node.decisions.take_control_from_all(self.node.sources())
         while True:
             excluded = await self._take_part()
             if not self.finished:
@@ -199,7 +199,7 @@ class Peer:
         if self.node.log.has(base.commit, base.round):  # otherwise its branch was given up: another base follows
             self._reporter.restored("disk" if restored else "download")
         if restored or self.replica.newest.asked_s() > self.node.endpoint.silence_s:
-            await self.node.decisions.learn_from_all(self.node.others())
+            await self.node.decisions.learn_from_all(self.node.sources())
         if restored:
             await self.node.departures.come_back()
         await self._advance({})

@@ -51,14 +51,14 @@ class NewestBase:
 
         The word of those for whom the owner vouches counts until a commit certifies the digest.
         """
-        node, donors = self._node, self._node.others()
+        node, donors = self._node, self._node.sources()
         digest, shown = self._certified_digest(commit), node.invitation if node.is_invited(node.invitation) else None
         return await collect_offers(node.endpoint, donors, commit.id, self.elements, node.vouched, digest, shown)
 
     async def offers_of_newest(self) -> list[Offer]:
         """Learn the newest commit, then return the offers of its base."""
         self._asked_at = asyncio.get_running_loop().time()
-        await self._node.decisions.learn_from_all(self._node.others())
+        await self._node.decisions.learn_from_all(self._node.sources())
         commit = self._node.log.last
         offers = [offer for offer in await self.offers(commit) if offer.info.round == commit.round]
         if any(self._is_vouched(offer.donor) for offer in offers):
@@ -97,7 +97,7 @@ class NewestBase:
         is_proven = any(self._is_vouched(offer.donor) for offer in offers)
         try:
             while not (await asyncio.wait({giving}, timeout=None if is_proven else LEARN_EVERY_S))[0]:
-                await self._node.decisions.learn_from_all(self._node.others())
+                await self._node.decisions.learn_from_all(self._node.sources())
                 is_proven = self._is_certified(info)
             values, digests = giving.result()
         finally:

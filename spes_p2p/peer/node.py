@@ -9,6 +9,7 @@ import math
 from collections import deque
 from collections.abc import Coroutine, Mapping
 from dataclasses import replace
+from itertools import chain, zip_longest
 from typing import Any
 
 from spes_p2p import __version__
@@ -29,7 +30,7 @@ from spes_p2p.messages.fields import MAX_MEMBERS
 from spes_p2p.messages.methods import CAMPAIGN, COMMITS, CONTROL
 from spes_p2p.messages.presence import Contact
 from spes_p2p.messages.refusals import Code
-from spes_p2p.net.contacts import find_contacts, registry_key
+from spes_p2p.net.contacts import find_contacts, keepers_of, registry_key
 from spes_p2p.net.interfaces import World
 from spes_p2p.net.rpc import RpcEndpoint, Stream
 from spes_p2p.net.tasks import end_tasks
@@ -90,6 +91,7 @@ class Node:
         self.endpoint = RpcEndpoint(world.transport, campaign.config.sync.silence_s, world.line)
         self.decisions = Decisions(world, self.endpoint, genesis)
         self.log, self.controls = self.decisions.log, self.decisions.controls
+        world.registry.keepers = keepers_of(genesis, world.registry.keepers)
         self.endpoint.admit = self._check_method
         self.departures = Departures(self.endpoint, world.identity, self.decisions, rules)
         self.contacts: dict[str, Contact] = {}
@@ -182,6 +184,23 @@ class Node:
         """
         me = self.peer_id
         return self._best_first([p for p, contact in self.contacts.items() if p != me and role in (None, contact.role)])
+
+    def sources(self) -> list[str]:
+        """Return whom to ask for commits and bases: in turn `others`, and peers that only the log or the user names.
+
+        Who hides contacts in the registry hides none of these: the registry's keepers, and the peers that the owner vouches
+        for. An old log names dead ones, of which those that were silent a moment ago are left out.
+        """
+        found, now = self.others(), asyncio.get_running_loop().time()
+        vouched = sorted(self.vouched)
+        self.world.rng.shuffle(vouched)
+        named = dict.fromkeys((*self.world.registry.keepers, *vouched))
+        hidden = [
+            peer for peer in named
+            if peer not in self.contacts and peer != self.peer_id and takes_part(self.log.last, peer)
+            and not self.endpoint.detector.is_lost(peer, now)
+        ]
+        return [peer for peer in chain.from_iterable(zip_longest(found, hidden)) if peer is not None]
 
     def _members_first(self) -> list[str]:
         """Return the other peers in the registry in random order, those of the last commit first.

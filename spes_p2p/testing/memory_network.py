@@ -396,6 +396,7 @@ class MemoryRegistry:
     """The `Registry` of a MemoryNetwork: records expire in virtual time and become visible with a delay."""
 
     def __init__(self, network: MemoryNetwork, unit: Unit):
+        self.keepers: tuple[str, ...] = ()
         self._network, self._unit = network, unit
         self._searched_at = -math.inf
 
@@ -406,7 +407,7 @@ class MemoryRegistry:
         await self._round_trip()
         now = asyncio.get_running_loop().time()
         nearest = self._network._nearest_nodes(key)
-        self._network._registry_moved([self._unit.peer], nearest[:HOLDERS], len(value) + RECORD_BYTES)
+        self._network._registry_moved([self._unit.peer], {*nearest[:HOLDERS], *self.keepers}, len(value) + RECORD_BYTES)
         if now >= self._searched_at + SEARCH_EVERY_S:
             self._searched_at = now
             self._network._registry_moved(nearest, [self._unit.peer], NODE_BYTES * len(nearest))
@@ -427,7 +428,7 @@ class MemoryRegistry:
                 seen[writer] = record.value
         nearest, size = self._network._nearest_nodes(key), sum(len(value) + RECORD_BYTES for value in seen.values())
         self._network._registry_moved(nearest, [self._unit.peer], NODE_BYTES * len(nearest))
-        self._network._registry_moved(nearest[:HOLDERS], [self._unit.peer], size)
+        self._network._registry_moved([*nearest[:HOLDERS], *self.keepers[:1]], [self._unit.peer], size)
         return seen
 
     def _latest(self, writer: str, history: list[_Record], now: float) -> _Record | None:
