@@ -173,11 +173,13 @@ def test_the_records_of_tools_attacks_hold_what_its_tables_show(tmp_path: Path, 
         append_result(tmp_path / "results", each)
     tool["table"](argparse.Namespace(results=tmp_path / "results"))
     assert "| `scale` | 1 | 1.5 | +1.0 s | +20 % | +5 MB | 7 | 1 (3) | 0 | 0, 0 |" in capsys.readouterr().out
-    wanted = tool["runs_of"](["one", "friends"], ["scale"], 2)
+    asked = {"setting": ["one", "friends"], "attacks": ["scale"], "seeds": 2, "rounds": 7, "config": Path("a"), "device": "gpu"}
+    wanted = tool["runs_of"](argparse.Namespace(**asked))
     assert [each[:3] for each in wanted] == [
         (setting, seed, attack) for seed in (0, 1) for attack in ("none", "scale") for setting in ("one", "friends")
     ]
     assert {scenario.admission for setting, _, _, scenario in wanted if setting == "one"} == {"open"}
+    assert {(scenario.rounds, scenario.config, scenario.device) for *_, scenario in wanted} == {(7, Path("a"), "gpu")}
 
 
 # Whole swarms -------------------------------------------------------------------------------------------------------------

@@ -127,6 +127,8 @@ class Walk:
 
     def run(self, words: list[str]) -> None:
         words = [self._local(word) for word in words]
+        if words[1] == "directory":
+            words = list(dict.fromkeys(words))  # there is one campaign here
         if words[1] == "bootstrap":
             name = Path(words[words.index("--run-dir") + 1]).name
             peer = self._start(name, words, "spes-p2p join /ip4/127.0.0.1/")
