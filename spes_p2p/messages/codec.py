@@ -102,11 +102,15 @@ def unpack(cls: type[Record], data: Buffer) -> Record:
 def share_records(count: int) -> None:
     """Keep the last `count` small records that were read, and the last large ones, for a process whose peers read the same.
 
+    0: keep none, as at first.
     Records are immutable, and the same bytes of the same type always give the same record. A large one is also found while
     anybody holds it, alone or in a Listing. What a large one is packed as is kept, too, also of those that were made here and
     have an id, and equal bytes are one object. A record with one of them in a field takes its bytes from there.
     """
     global _read, _listed, _packed, _remember, _shared
+    if not count:
+        _read, _listed, _packed, _remember, _shared = _read_record, _list, _unknown, _forget, None
+        return
     small, large = lru_cache(count)(_read_record), lru_cache(SHARED_LARGE)(_read_record)
     held: WeakValueDictionary[tuple[Any, bytes], Any] = WeakValueDictionary()
     listed: OrderedDict[int, tuple[Any, list[Any], bytes]] = OrderedDict()

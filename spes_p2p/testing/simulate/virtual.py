@@ -93,6 +93,7 @@ def run_seed(scenario: Scenario, seed: int, on_round: Callable[[int], None] = la
     share_records(SHARED_RECORDS_PER_PEER * len(scenario.peer_names))
     with _LoggedErrors(run.error), _rarely_collecting():
         run_virtual(run.main())
+    share_records(0)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return replace(run.result(), cpu_s=time.process_time() - cpu_before_s, memory_peak_bytes=peak)
 
