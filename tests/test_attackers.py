@@ -29,7 +29,7 @@ from spes_p2p.testing.memory_network import MemoryNetwork
 from spes_p2p.testing.simulate import virtual
 from spes_p2p.testing.simulate.audit import Audit, Figures
 from spes_p2p.testing.simulate.report import Attacked, RunReport, attack_figures, lines, summary
-from spes_p2p.testing.simulate.scenario import Scenario, peer_names
+from spes_p2p.testing.simulate.scenario import Scenario, peer_names, runs_of
 from spes_p2p.testing.simulate.swarm import EXPERTS, LAYOUT, VirtualSwarm, campaign, simulate
 from spes_p2p.testing.simulate.virtual import run_seed
 from spes_p2p.testing.synthetic import SyntheticTrainer
@@ -151,6 +151,24 @@ def test_each_attack_is_compared_with_the_clean_run_of_its_seed() -> None:
     assert unfinished["loss_over_clean"] is None, "a run that did not end is no success"
 
 
+def test_an_attack_from_a_seat_is_compared_with_the_clean_run_with_seats() -> None:
+    scenario = Scenario(peer_names(4), 3, attackers=1, attacks=("scale", "outbid"), admission="open")
+    planned = runs_of(scenario)
+    assert [(each.attack, each.seated, "peer-3" in each.vouched) for each in planned] == [
+        (None, False, False), (None, True, True), ("scale", False, False), ("outbid", False, True)
+    ]
+    friends = replace(scenario, admission="friends")
+    assert [each.attack for each in runs_of(friends)] == [None, "scale", "outbid"]
+
+    def seated(attack: AttackKind | None, loss: float) -> RunReport:
+        plain = run(0, attack, loss, 5.0)
+        assert plain.attacked is not None
+        return replace(plain, attacked=replace(plain.attacked, are_captured=True))
+
+    found = attack_figures([run(0, None, 2.0, 5.0), seated("outbid", 5.0), seated(None, 4.0), run(0, "scale", 2.2, 5.0)])
+    assert {kind: each["loss_over_clean"] for kind, each in found["attacks"].items()} == {"outbid": 1.25, "scale": 1.1}
+
+
 def test_what_a_run_without_rounds_does_not_tell_is_null_and_not_said_to_be_small() -> None:
     stopped = RunReport(1, Figures(), (), {}, {}, attacked=Attacked("slander", None, None, 7))
     runs = [run(0, None, 2.0, 5.0), run(0, "slander", 3.0, 6.0), run(1, None, 1.0, 9.0), stopped]
@@ -173,13 +191,14 @@ def test_the_records_of_tools_attacks_hold_what_its_tables_show(tmp_path: Path, 
         append_result(tmp_path / "results", each)
     tool["table"](argparse.Namespace(results=tmp_path / "results"))
     assert "| `scale` | 1 | 1.5 | +1.0 s | +20 % | +5 MB | 7 | 1 (3) | 0 | 0, 0 |" in capsys.readouterr().out
-    asked = {"setting": ["one", "friends"], "attacks": ["scale"], "seeds": 2, "rounds": 7, "config": Path("a"), "device": "gpu"}
+    asked = {"setting": ["one", "friends"], "attacks": ["outbid"], "seeds": 2, "rounds": 7, "config": Path("a"), "device": "b"}
     wanted = tool["runs_of"](argparse.Namespace(**asked))
     assert [each[:3] for each in wanted] == [
-        (setting, seed, attack) for seed in (0, 1) for attack in ("none", "scale") for setting in ("one", "friends")
+        (setting, seed, attack) for seed in (0, 1) for setting, attacks in
+        (("one", ("none", "seated", "outbid")), ("friends", ("none", "outbid"))) for attack in attacks
     ]
     assert {scenario.admission for setting, _, _, scenario in wanted if setting == "one"} == {"open"}
-    assert {(scenario.rounds, scenario.config, scenario.device) for *_, scenario in wanted} == {(7, Path("a"), "gpu")}
+    assert {(scenario.rounds, scenario.config, scenario.device) for *_, scenario in wanted} == {(7, Path("a"), "b")}
 
 
 # Whole swarms -------------------------------------------------------------------------------------------------------------

@@ -91,6 +91,67 @@ def test_a_coordinator_that_waits_for_half_of_the_trainers_is_not_overtaken() ->
     simulate(main)
 
 
+class Holder(SilentCoordinator):
+    """From some time on, holds one member's stream, and tells the others that its attempt failed."""
+
+    def __init__(self, held: str):
+        super().__init__(proposes=False)
+        self._held = held
+        self.has_begun = False
+
+    def handler(self, method: str, honest: Handler) -> Handler:
+        hold = super().handler(method, honest)
+
+        async def serve(channel: Channel) -> None:
+            if not self.has_begun or method != ROUND:
+                await honest(channel)
+            elif channel.remote == self._held:
+                await hold(channel)
+            else:
+                await channel.receive()
+                await channel.send(pack(Refused(Code.FAILED, "no majority").refusal), kind=Kind.REFUSAL)
+                await channel.finish()
+
+        return serve
+
+    async def send(self, frame: Frame) -> Frame | None:
+        return await super().send(frame) if self.has_begun else frame
+
+
+def test_a_member_that_is_kept_waiting_learns_of_a_round_that_the_others_decided() -> None:
+    async def main() -> None:
+        swarm, attacker, behind_s = swarm_of(), Holder("C"), 0.0
+        swarm.around["X"] = lambda world: tampered(Liar(world, swarm.campaign.config), attacker)
+        swarm.start_all(HONEST + "X")
+        await swarm.until_round(4)
+        attacker.has_begun = True
+        while not behind_s and swarm.round_of("A") < 24:
+            await asyncio.sleep(0.5)
+            while swarm.round_of("C") < swarm.round_of("A") and swarm.peers["C"].coordinators.patience.waits_for == "X":
+                await asyncio.sleep(0.5)
+                behind_s += 0.5
+        assert 0 < behind_s < 2 * SILENCE_S
+
+    simulate(main)
+
+
+def test_members_that_wait_for_coordinators_apart_come_together() -> None:
+    """Each has given up all others, so none of their attempts has a quorum."""
+
+    async def main() -> None:
+        swarm = swarm_of()
+        swarm.start_all("ABCD")
+        await swarm.until_round(2)
+        assert sorted(swarm.nodes["A"].coordinators()) == sorted(swarm.nodes)
+        for peer in (*swarm.peers.values(), swarm.helper):
+            for other in swarm.nodes:
+                peer.coordinators.patience.give_up(other)
+        assert await longest_round_s(swarm, 6) < 12 * SILENCE_S
+        swarm.assert_replicas_agree()
+
+    simulate(main)
+
+
 PART_S, SLOW_BYTES_PER_S = 1.5, 2000.0
 WIDE = Layout([
     TensorSpec("embed", (60_000,), "shared"),

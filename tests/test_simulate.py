@@ -420,7 +420,7 @@ def test_progress_says_of_which_runs_the_rounds_are(monkeypatch: pytest.MonkeyPa
     for options in ({}, {"attackers": 1, "attacks": ["all"], "admission": "open"}):
         with pytest.raises(UserError, match="no run is needed"):
             simulate_virtual(None, {"rounds": 4, **options}, range(2), 1, None, None, shown)
-    assert told == ["simulating 2 runs of 4 rounds", f"simulating {2 * (1 + len(ATTACK_KINDS))} runs of 4 rounds"]
+    assert told == ["simulating 2 runs of 4 rounds", f"simulating {2 * (2 + len(ATTACK_KINDS))} runs of 4 rounds"]
 
 
 def test_kinds_of_attacks_that_take_too_many_processes_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -301,6 +301,8 @@ class Pong(Extensible):
     """The last round to which it has brought its work: its phase before that is over."""
     exchanging: Round = -1
     """The round whose updates it exchanges now, while something moves; -1: none."""
+    waits_for: PeerId = ""
+    """The coordinator of the next round for which it waits; empty: none."""
 
 
 @dataclass(frozen=True)

@@ -106,7 +106,9 @@ class RoundMember:
         """Make an attempt; return the number of the next one. Raises UserError when this peer cannot take part."""
         coordinator = order[attempt % len(order)]
         try:
-            await self._attempt_in_time(attempt, coordinator, seconds)
+            elsewhere = await self._attempt_in_time(attempt, coordinator, seconds)
+            if elsewhere:
+                attempt += (order.index(elsewhere) - attempt) % len(order)
         except PeerUnreachable as error:
             attempt += 1
             self._patience.unreachable(coordinator)
@@ -161,6 +163,8 @@ class RoundMember:
             if refused.code is Code.CLOSED:
                 self._patience.proposed(coordinator)
                 return attempt
+            if refused.code is Code.ALIVE:
+                self._patience.deferred(coordinator, refused.refusal.peer or "")
             if refused.code is Code.LEAVING or self._patience.disputes(refused.refusal.peer or ""):
                 return attempt + 1
             return (attempt // coordinators + 1) * coordinators
@@ -220,15 +224,22 @@ class RoundMember:
         await self._coordinators.stop()
         await self._node.departures.leave(untrained)
 
-    async def _attempt_in_time(self, number: int, coordinator: str, seconds: dict[str, float]) -> None:
-        """As `_attempt`, and raises PeerUnreachable when the coordinator has had its time."""
+    async def _attempt_in_time(self, number: int, coordinator: str, seconds: dict[str, float]) -> str:
+        """As `_attempt`, but ends when another coordinator brings the round to a decision, or should get the next attempt.
+
+        Returns the latter, or "". Raises PeerUnreachable, too, when this coordinator has had its time.
+        """
         attempt = asyncio.ensure_future(self._attempt(number, coordinator, seconds))
         over = asyncio.ensure_future(self._patience.exhausted(coordinator))
         try:
             await asyncio.wait({attempt, over}, return_when=asyncio.FIRST_COMPLETED)
-            if not attempt.done():
+            if attempt.done():
+                attempt.result()
+                return ""
+            elsewhere = over.result()
+            if not elsewhere and self._node.log.last.id == self._replica.base.commit:
                 raise PeerUnreachable(f"{coordinator[-6:]} lives and does not bring the round to a decision")
-            attempt.result()
+            return elsewhere
         finally:
             await end_tasks([attempt, over])
 

@@ -101,7 +101,8 @@ class CoordinatorService:
             self._node.spawn(self._stop_if_due(stream.remote, log.last))
         failed = log.round + 1 if self._leaves and not self._is_open() else self._failed_round
         exchanging = log.round + 1 if self.patience.is_exchanging() else -1
-        await stream.send(pack(Pong(log.round, failed, self._node.decisions.may_vote, self.patience.announced, exchanging)))
+        patience, may_vote = self.patience, self._node.decisions.may_vote
+        await stream.send(pack(Pong(log.round, failed, may_vote, patience.announced, exchanging, patience.waits_for)))
 
     async def _stop_if_due(self, coordinator: str, commit: Commit) -> None:
         """End the phase after a commit if its coordinator may ask for it: those before it are gone, and half of it is done.

@@ -6,11 +6,14 @@ Who coordinates depends on it, and never what is decided: ballots see to that (d
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from spes_p2p.consensus.control import is_paused
+from spes_p2p.errors import PeerUnreachable, Refused
 from spes_p2p.messages.codec import WireError, pack, unpack
 from spes_p2p.messages.methods import PING
 from spes_p2p.messages.rounds import Ping, Pong
@@ -33,6 +36,9 @@ HALVES_SHARE = 2.0
 MOVING_SHARE = 0.25
 """An exchange goes on while this share of the trainers exchanges. A coordinator waits only until half of the members have
 reported, and then for as long again; a few liars must not reach it."""
+OWN_FACTOR = 2
+"""A coordinator gives its own attempt up after this multiple of the time that it has without a plan: others have left by then.
+With one, the attempt ends by itself."""
 GIVEN_UP_ROUNDS = 16
 """Skip a coordinator that was given up for this many rounds: else it would hold up each round in which its turn is first."""
 MAX_FACTOR = 2**10
@@ -60,6 +66,9 @@ class Patience:
     over, each for itself. With its first proposal it gets the time of the longest exchange, once, and less when the trainers
     say that they exchange nothing any more. Nothing that a coordinator says lengthens either. When all have had their time,
     all get twice as much.
+
+    Members that remember other coordinators as given up wait for different ones, and no attempt has a quorum. So each goes
+    where most of the phase's trainers wait, and a coordinator leaves its own attempt at last, too.
     """
 
     def __init__(self, node: Node, work: Work):
@@ -70,8 +79,14 @@ class Patience:
         self._node, self._work = node, work
         self._exchange_s = 2 * SHORTEST_LIMIT_S
         """The longest that the last exchange could take."""
+        self.waits_for = ""
+        """The coordinator that this peer waits for, which it tells others."""
+        self._elsewhere = ""
+        """The one for which more others wait."""
         self._given_up: dict[str, int] = {}
         """By coordinator: the round in which it was given up."""
+        self._followed: dict[str, int] = {}
+        """By coordinator: the last round in which this peer went to it since others were there."""
         self._factor = 1
         self._begin("")
 
@@ -99,26 +114,41 @@ class Patience:
         """Find out when a quorum of the phase's trainers is ready for the round, and when an exchange has come to an end."""
         await asyncio.sleep(FIRST_LOOK * self._silence_s)
         while True:
-            if self._limit_s is None:
-                await self._look()
-            for coordinator, planned in tuple(self._planned.items()):
-                await self._look_for_progress(coordinator, planned)
+            if not self._is_paused():
+                answers = await self._ask_some()
+                if self._limit_s is None:
+                    self._look(answers)
+                for coordinator, planned in self._planned.items():
+                    self._look_for_progress(coordinator, planned, answers)
+                self._look_for_others(answers)
+                await self._learn(answers)
             await asyncio.sleep(self._silence_s)
 
-    async def exhausted(self, coordinator: str) -> None:
-        """Return when this coordinator has had its time."""
+    async def exhausted(self, coordinator: str) -> str:
+        """Return "" when this coordinator has had its time, or when another one has brought the round to a decision.
+
+        Or return the one for which more wait than for this one.
+        """
         self._since.setdefault(coordinator, _now())
         self._unreachable.discard(coordinator)
-        while not self.skips(coordinator):
-            await asyncio.sleep(self._silence_s / 4)
+        self.waits_for, self._elsewhere = coordinator, ""
+        try:
+            while not self.skips(coordinator) and self._node.log.last.id == self._parent:
+                if self._elsewhere:
+                    self._given_up.pop(self._elsewhere, None)
+                    self._followed[self._elsewhere] = self._node.log.round + 1
+                    return self._elsewhere
+                await asyncio.sleep(self._silence_s / 4)
+        finally:
+            self.waits_for = ""
+        return ""
 
     def proposed(self, coordinator: str, exchange_limit_s: float | None = None) -> None:
         """Note that a coordinator has a plan. `exchange_limit_s`: of its exchange; None: this peer is not in the plan."""
         if exchange_limit_s is not None:
             self._exchange_s = 2 * exchange_limit_s  # what the coordinator waits at most, revisions included
         due = _now() + self._factor * (self._exchange_s + ALLOWANCE * self._silence_s)
-        if coordinator != self._node.peer_id:
-            self._planned.setdefault(coordinator, _Planned(_now(), due))
+        self._planned.setdefault(coordinator, _Planned(_now(), due))
 
     def failed(self, coordinator: str) -> None:
         """Note that an attempt failed by what its coordinator said: others may take over.
@@ -130,7 +160,7 @@ class Patience:
         if since is not None and len(order) > 1 and coordinator != self._node.peer_id:
             began = max(since, self._ready_at)
             if self._limit_s is not None and _now() - began > self._factor * self._limit_s:
-                self._given_up[coordinator] = self._node.log.round + 1
+                self.give_up(coordinator)
         self._since.pop(coordinator, None)
         self._planned.pop(coordinator, None)
 
@@ -141,12 +171,20 @@ class Patience:
     def skips(self, coordinator: str) -> bool:
         """Return whether to go on without this coordinator: it had its time, in this round or in a recent one."""
         if self._is_over(coordinator):
-            self._given_up[coordinator] = self._node.log.round + 1
+            if coordinator == self._node.peer_id:
+                return True
+            self.give_up(coordinator)
         return self._given_up.get(coordinator, -GIVEN_UP_ROUNDS - 1) > self._node.log.round + 1 - GIVEN_UP_ROUNDS
 
     def yields(self, coordinator: str) -> bool:
         """Return whether this peer takes over from a coordinator that answers."""
         return coordinator in self._failed or self.skips(coordinator)
+
+    def deferred(self, coordinator: str, to: str) -> None:
+        """Note that a coordinator refused since one before it in turn is there: its own time has not begun."""
+        order = self._node.coordinators()
+        if to in order[: order.index(coordinator)]:
+            self._since.pop(coordinator, None)
 
     def disputes(self, coordinator: str) -> bool:
         """Return whether this coordinator is none for this peer, though another one says that it is there to coordinate.
@@ -170,62 +208,96 @@ class Patience:
     def _silence_s(self) -> float:
         return self._node.rules.config.sync.silence_s
 
+    def give_up(self, coordinator: str) -> None:
+        """Skip this coordinator, another than this peer, for GIVEN_UP_ROUNDS rounds."""
+        if coordinator != self._node.peer_id:
+            self._given_up[coordinator] = self._node.log.round + 1
+
+    def _is_paused(self) -> bool:
+        control = self._node.log.last.control
+        return is_paused(control) and self._node.controls.newest == control
+
     def _is_over(self, coordinator: str) -> bool:
-        if coordinator == self._node.peer_id or len(self._node.coordinators()) == 1 or coordinator not in self._since:
+        if len(self._node.coordinators()) == 1 or coordinator not in self._since:
             return False
+        is_own = coordinator == self._node.peer_id
         if (planned := self._planned.get(coordinator)) is not None:
-            return _now() >= min(planned.due, planned.due if planned.quiet_due is None else planned.quiet_due)
+            return not is_own and _now() >= min(planned.due, planned.due if planned.quiet_due is None else planned.quiet_due)
         if self._limit_s is None:
             return False
-        return _now() >= max(self._ready_at, self._since[coordinator]) + self._factor * self._limit_s
+        factor = self._factor * (OWN_FACTOR if is_own else 1)
+        return _now() >= max(self._ready_at, self._since[coordinator]) + factor * self._limit_s
 
     async def is_quorum_ready(self) -> bool:
         """Return whether half of the phase's trainers, by steps or by number, say that it is over for them."""
-        return await self._ready() is not None
+        return self._ready(await self._ask_some()) is not None
 
-    async def _look(self) -> None:
-        """Ask the trainers of the phase whether it is over for them."""
-        node, commit = self._node, self._node.log.last
-        if is_paused(commit.control) and node.controls.newest == commit.control:
-            return
-        share = await self._ready()
+    def _look(self, answers: Mapping[str, Pong]) -> None:
+        """Note when the phase is over for a quorum of its trainers."""
+        share = self._ready(answers)
         if share is None:
             return
-        sync, self._ready_at = node.rules.config.sync, _now()
-        waited_s = self._ready_at - node.decisions.learned_at
+        sync, self._ready_at = self._node.rules.config.sync, _now()
+        waited_s = self._ready_at - self._node.decisions.learned_at
         self._limit_s = share * waited_s + ALLOWANCE * sync.silence_s + (0.0 if self._work()[0] else sync.join_grace_s)
 
-    async def _ready(self) -> float | None:
+    def _ready(self, answers: Mapping[str, Pong]) -> float | None:
         """Return the share of the time so far that a coordinator may wait for stragglers; None until a quorum is ready."""
         round_number, (steps, pace) = self._node.log.round, self._work()
-        others = await self._ask_some(sorted({*pace} - {self._node.peer_id}))
-        answers = {self._node.peer_id: self.announced, **{peer: pong.announced for peer, pong in others.items()}}
-        expected = {peer: steps[peer] for peer in answers if peer in pace}
-        ready = [peer for peer in expected if answers[peer] > round_number]
+        announced = {self._node.peer_id: self.announced, **{peer: pong.announced for peer, pong in answers.items()}}
+        expected = {peer: steps[peer] for peer in announced if peer in pace}
+        ready = [peer for peer in expected if announced[peer] > round_number]
         if 2 * sum(expected[peer] for peer in ready) >= sum(expected.values()):
             return MAX_PATIENCE
         return HALVES_SHARE if 2 * len(ready) >= len(expected) else None
 
-    async def _look_for_progress(self, coordinator: str, planned: _Planned) -> None:
-        """Ask the trainers of the phase whether they exchange what this coordinator planned.
+    def _look_for_progress(self, coordinator: str, planned: _Planned, answers: Mapping[str, Pong]) -> None:
+        """Note when the trainers of the phase exchange nothing any more of what this coordinator planned.
 
         It may need as long again once most are done, and twice that for reports in full, which it asks for in between.
         """
         quiet = not self.is_exchanging()
         if quiet:
-            steps, pace = self._work()
-            others = sorted((set(pace) or steps.keys()) - {self._node.peer_id, coordinator})
-            answers = await self._ask_some(others)
-            moving = sum(pong.exchanging > self._node.log.round for pong in answers.values())
-            quiet = moving < MOVING_SHARE * (len(answers) + 1) and bool(answers or not others)  # full lines answer late
+            others = set(self._work()[1]) - {self._node.peer_id, coordinator}
+            moving = [answers[peer].exchanging > self._node.log.round for peer in others & answers.keys()]
+            quiet = sum(moving) < MOVING_SHARE * (len(moving) + 1) and bool(moving or not others)  # full lines answer late
         if not quiet:
             planned.quiet_due = None
         elif planned.quiet_due is None:
             elapsed_s = _now() - planned.at
             planned.quiet_due = _now() + self._factor * (2 * (elapsed_s + self._silence_s) + ALLOWANCE * self._silence_s)
 
-    async def _ask_some(self, peers: Sequence[str]) -> dict[str, Pong]:
-        """Return the answers of some of these peers, by peer."""
+    def _look_for_others(self, answers: Mapping[str, Pong]) -> None:
+        """Find a coordinator for which more of the phase's trainers wait than for this peer's: apart, none has a quorum.
+
+        Each is followed once in a round, and once more only if it did not keep this peer waiting: those who count may lie.
+        """
+        mine, order, next_round = self.waits_for, self._node.coordinators(), self._node.log.round + 1
+        if self._limit_s is None or mine not in order or mine in self._planned:
+            return
+        waiting = Counter(pong.waits_for for pong in answers.values() if pong.announced == next_round)
+        waiting[mine] += self._node.peer_id in self._work()[1]
+
+        def rank(coordinator: str) -> tuple[int, int]:
+            return waiting[coordinator], -order.index(coordinator)
+
+        left = {*self._unreachable, *self._failed, *(each for each in order if self._is_over(each))}
+        for each, followed in self._followed.items():
+            if followed == next_round or (self.skips(each) and followed > next_round - GIVEN_UP_ROUNDS):
+                left.add(each)
+        best = max((each for each in order if each == mine or each not in left), key=rank)
+        self._elsewhere = best if rank(best) > rank(mine) else ""
+
+    async def _learn(self, answers: Mapping[str, Pong]) -> None:
+        """Learn the round's decision from a peer that has it: a coordinator may keep members waiting that others left."""
+        ahead = sorted(peer for peer, pong in answers.items() if pong.round > self._node.log.round)
+        if ahead and not self.is_exchanging():
+            with contextlib.suppress(PeerUnreachable, Refused, WireError):
+                await self._node.decisions.learn_from(self._node.world.rng.choice(ahead), is_patient=False)
+
+    async def _ask_some(self) -> dict[str, Pong]:
+        """Return the answers of some trainers of the phase that set its pace, by peer."""
+        peers = sorted({*self._work()[1]} - {self._node.peer_id})
         asked = self._node.world.rng.sample(peers, min(MAX_ASKED, len(peers)))
         answers = await asyncio.gather(*map(self._ask, asked))
         return {peer: pong for peer, pong in zip(asked, answers, strict=True) if pong is not None}

@@ -25,7 +25,7 @@ from spes_p2p.testing.simulate.report import RunReport, lines, summary
 from spes_p2p.testing.simulate.scenario import OPTIONS, Scenario, load_scenario, runs_of
 from spes_p2p.testing.simulate.virtual import run_seeds
 
-UNATTACKED = "unattacked"
+UNATTACKED, SEATED = "unattacked", "seated"
 """Folder of the run that attacked ones are compared with."""
 Progress = Callable[[str], contextlib.AbstractContextManager[Callable[[int, int], None]]]
 """Shows how many rounds of how many are done, after these words."""
@@ -107,7 +107,7 @@ def simulate_processes(
             update(len(found) * rounds + number, len(planned) * rounds)
 
         for each in planned:
-            place = run_dir / (each.attack or UNATTACKED) if scenario.attackers else run_dir
+            place = run_dir / (each.attack or (SEATED if each.seated else UNATTACKED)) if scenario.attackers else run_dir
             found.append(run_processes(each, campaign, place, seed, on_round))
     replay = partial(_replay, "--processes", path, options)
     made = summary("processes", len(scenario.peer_names), [run for run, _ in found], time.monotonic() - started, replay)

@@ -121,6 +121,7 @@ class _Run:
             self._scenario.attack, self._losses.get(self._scenario.rounds),
             max((peer.memory_most - peer.memory_before for peer in honest if peer.memory_before), default=None),
             sum(len(path.read_text().splitlines()) for path in told if path.exists()),
+            are_captured=self._scenario.are_captured,
             **found_out((commits_of(peer.folder) for peer in honest), self._audit.liars),
         )
 

@@ -37,6 +37,8 @@ class Attacked:
     """Others that failed an audit, whether or not it convicted them."""
     banned_round: int | None = None
     """The first round whose commit excludes an attacker."""
+    are_captured: bool = False
+    """Whether the owner of an open campaign vouches for the attackers."""
 
 
 def found_out(logs: Iterable[Sequence[Commit]], liars: Collection[str]) -> dict[str, Any]:
@@ -145,13 +147,17 @@ def beyond_training(runs: Iterable[RunReport]) -> float:
 
 
 def attack_figures(runs: Sequence[RunReport]) -> dict[str, Any]:
-    """Return what attacks did, by kind and over all kinds, each compared with the run of the same seed without attack."""
-    clean = {run.seed: run for run in runs if run.attacked is not None and run.attacked.attack is None}
-    by_kind: dict[str, list[RunReport]] = {}
-    for run in runs:
-        if run.attacked is not None and run.attacked.attack is not None:
-            by_kind.setdefault(run.attacked.attack, []).append(run)
-    attacks = {kind: _attack([(run, clean[run.seed]) for run in of_kind]) for kind, of_kind in by_kind.items()}
+    """Return what attacks did, by kind and over all kinds.
+
+    Each is compared with the run of the same seed, and with the same seats, without attack.
+    """
+    known = [(run, run.attacked) for run in runs if run.attacked is not None]
+    clean = {(run.seed, each.are_captured): run for run, each in known if each.attack is None}
+    by_kind: dict[str, list[tuple[RunReport, RunReport]]] = {}
+    for run, each in known:
+        if each.attack is not None:
+            by_kind.setdefault(each.attack, []).append((run, clean[run.seed, each.are_captured]))
+    attacks = {kind: _attack(pairs) for kind, pairs in by_kind.items()}
     return {
         "attacks": attacks,
         "attackers_banned": sum(each["attackers_banned"] for each in attacks.values()),
@@ -166,7 +172,7 @@ def attack_figures(runs: Sequence[RunReport]) -> dict[str, Any]:
 
 
 def _attack(pairs: Sequence[tuple[RunReport, RunReport]]) -> dict[str, Any]:
-    """Return the figures of one kind. `pairs`: each attacked run, and that of the same seed without attack."""
+    """Return the figures of one kind. `pairs`: each attacked run, and the one without attack."""
     ratios, delays, growths, banned, honest = list[float | None](), list[float | None](), list[float | None](), 0, 0
     slower = list[float | None]()
     for run, before in pairs:

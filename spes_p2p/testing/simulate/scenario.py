@@ -185,6 +185,8 @@ class Scenario:
     """Kinds of attacks, one in each run."""
     attack: AttackKind | None = None
     """The kind of this run."""
+    seated: bool = False
+    """In a run without attack: whether attackers have the seats that some kinds need."""
     admission: Literal["friends", "open"] = "friends"
     config: Path | None = None
     """Campaign file whose model and text the peers train instead of the small ones (virtual form, with attackers)."""
@@ -205,8 +207,14 @@ class Scenario:
         """Trainers that the owner of an open campaign vouches for: some honest ones, and attackers that need a seat."""
         if self.admission != "open":
             return ()
-        captured = self.liars if self.attack is not None and ATTACKS[self.attack].needs_seat else ()
-        return self.peer_names[: len(self.peer_names) - self.attackers : 2] + captured
+        honest = len(self.peer_names) - self.attackers
+        return self.peer_names[:honest:2] + (self.peer_names[honest:] if self.are_captured else ())
+
+    @property
+    def are_captured(self) -> bool:
+        """Whether the owner of an open campaign vouches for the attackers."""
+        needed = self.seated or (self.attack is not None and ATTACKS[self.attack].needs_seat)
+        return self.admission == "open" and needed
 
     def machine(self, name: str) -> MachineSettings:
         """Return a peer's machine."""
@@ -214,8 +222,10 @@ class Scenario:
 
 
 def runs_of(scenario: Scenario) -> tuple[Scenario, ...]:
-    """Return the runs of one seed: the scenario itself, then with each kind of attack."""
-    return (scenario, *(replace(scenario, attack=kind) for kind in scenario.attacks))
+    """Return the runs of one seed: the scenario itself, also with seats for attackers where a kind has some, then each kind."""
+    attacked = tuple(replace(scenario, attack=kind) for kind in scenario.attacks)
+    clean = (scenario, replace(scenario, seated=True)) if any(each.are_captured for each in attacked) else (scenario,)
+    return clean + attacked
 
 
 def peer_names(count: int) -> tuple[str, ...]:

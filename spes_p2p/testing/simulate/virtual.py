@@ -229,7 +229,8 @@ class _Run:
         loss = None if self._last_base is None else self._lessons.held_out_loss(self._last_base)
         logs = ([decided.commit for decided in peer.node.log.since(-1)] for _, peer in self._honest())
         grown = None if self._memory_before is None else self._memory_bytes - self._memory_before
-        return Attacked(self._scenario.attack, loss, grown, self._lies, **found_out(logs, self._liars))
+        captured = self._scenario.are_captured
+        return Attacked(self._scenario.attack, loss, grown, self._lies, are_captured=captured, **found_out(logs, self._liars))
 
     def error(self, text: str, at_s: float | None = None) -> None:
         """Record an unexpected exception, at `at_s` or now. Those of attackers do not count."""
