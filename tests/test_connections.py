@@ -17,6 +17,7 @@ from spes_p2p.net.connections import (
     CONNECTIONS,
     CONNECTIONS_PER_PEER,
     PEERS_PER_NETWORK,
+    RELAYS_CONNECTIONS,
     TRAINERS_CONNECTIONS,
     UNUSED_S,
     Connection,
@@ -49,7 +50,7 @@ def of(daemon: list[Connection], uses: Uses | None = None) -> Connections:
 
 def of_trainer(uses: Uses, needed: frozenset[str] = frozenset()) -> Connections:
     connections = of([], uses)
-    connections.needed = lambda peers: needed
+    connections.keep_few(needed, lambda peers: "relayed" in peers)
     return connections
 
 
@@ -92,6 +93,13 @@ def test_a_trainer_closes_those_unused_for_longest_beyond_its_bound() -> None:
     assert trainer.unused(both, 2 * UNUSED_S) == [peer for peer, _ in first]
     assert trainer.unused(later, 3 * UNUSED_S) == [], "as many as the bound stay"
     assert trainer.unused([*later, later[5]], 3 * UNUSED_S) == ["later-0"], "connections count, not peers"
+
+
+def test_a_trainer_through_which_others_say_that_they_are_dialled_keeps_some_more() -> None:
+    trainer = of_trainer(Uses())
+    found = [("relayed", []), *(connected(f"peer-{i}", i) for i in range(RELAYS_CONNECTIONS))]
+    assert trainer.unused(found, 0.0) == []
+    assert len(trainer.unused(found, 2 * UNUSED_S)) == 1, "anybody can say so: there is a bound, too"
 
 
 def test_a_trainer_closes_nothing_that_is_used_or_needed() -> None:
@@ -163,16 +171,16 @@ def test_a_trainer_ends_unused_connections_and_no_others(tmp_path: Path, monkeyp
 
 
 @pytest.mark.network
-def test_a_trainer_through_which_others_are_dialled_stays_connected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trainer_through_which_others_are_dialled_keeps_more_connections(tmp_path: Path) -> None:
     async def main() -> None:
         trainer = await start_libp2p(tmp_path / "trainer.key", LOOPBACK)
         try:
             trainer.keep_few_connections(())
             address, peers = trainer.transport.addresses[0], frozenset({"connected", RELAYED})
-            assert trainer._connections.needed(peers) == frozenset()
+            assert trainer._connections.most(peers) == TRAINERS_CONNECTIONS
             trainer.transport.learn_addresses(RELAYED, [f"{address}/p2p-circuit/p2p/{RELAYED}"])
-            assert trainer._connections.needed(peers) == peers
-            assert trainer._connections.needed(frozenset({"connected"})) == frozenset(), "the other one has left"
+            assert trainer._connections.most(peers) == RELAYS_CONNECTIONS
+            assert trainer._connections.most(frozenset({"connected"})) == TRAINERS_CONNECTIONS, "the other one has left"
         finally:
             await trainer.close()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from exchange_round import LAYOUT
@@ -20,16 +20,17 @@ from spes_p2p.consensus.signed import sign
 from spes_p2p.data.slices import MAX_RETURNED
 from spes_p2p.errors import Refused, UserError
 from spes_p2p.messages.admission import Invitation
-from spes_p2p.messages.codec import pack
+from spes_p2p.messages.codec import pack, unpack
 from spes_p2p.messages.consensus import Commit, Control, Leave, Signed
 from spes_p2p.messages.fields import MAX_EXPERTS
 from spes_p2p.messages.framing import Kind
 from spes_p2p.messages.methods import LEAVE, ROUND
-from spes_p2p.messages.presence import Probation
+from spes_p2p.messages.presence import Contact, Probation
 from spes_p2p.messages.refusals import Code
 from spes_p2p.messages.rounds import Manifest, Report, Stalled
 from spes_p2p.messages.samples import Interval
 from spes_p2p.model.layout import Layout
+from spes_p2p.net.interfaces import Registry, World
 from spes_p2p.net.rpc import RpcEndpoint, Stream
 from spes_p2p.observe.events import PeersSeen, RoundFailed
 from spes_p2p.peer import collecting, coordinator, gathering
@@ -57,6 +58,7 @@ from spes_p2p.testing.attacks.tamper import Liar, Tamper, changed, tampered
 from spes_p2p.testing.memory_network import Frame
 from spes_p2p.testing.simulate.swarm import EXPERTS, VirtualSwarm, campaign, simulate
 from spes_p2p.testing.simulated_identity import SimulatedIdentity
+from spes_p2p.testing.wrapped import Wrapped
 
 
 async def plans_until_finished(swarm: VirtualSwarm) -> dict[int, Plan]:
@@ -120,6 +122,42 @@ def test_strangers_train_and_decide_nothing_reduce_nothing_and_own_nothing_alone
         assert all(each == served["W"] for each in served.values()), "everybody counts alike, after a restart and joining late"
         swarm.assert_same_commits()
         swarm.assert_replicas_agree()
+
+    simulate(main)
+
+
+class ClaimsOrders(Wrapped):
+    """A registry into which contacts are put with a far round and an order that nobody gave."""
+
+    async def put(self, key: str, value: bytes, ttl_s: float) -> None:
+        claim = replace(unpack(Contact, value), round=2**40, commit="f" * 64, control=10**6)
+        await self._inner.put(key, pack(claim), ttl_s)
+
+
+@pytest.mark.long
+def test_members_that_claim_orders_and_prove_none_hide_no_order_that_only_the_bootstrap_peer_has() -> None:
+    """They are in the last commit, too, and claim more than the bootstrap peer."""
+
+    async def main() -> None:
+        swarm, clock = unaudited_swarm("ABC", "", min_peers=2), asyncio.get_running_loop().time
+        liars = [f"S{number}" for number in range(12)]
+
+        def lying(world: World) -> World:
+            tampered_world = ATTACKS["contacts"].around(Liar(world, swarm.campaign.config))
+            return replace(tampered_world, registry=cast(Registry, ClaimsOrders(world.registry)))
+
+        for name in liars:
+            swarm.around[name] = lying
+        for name in ("A", "B", "C", *liars):
+            swarm.start(name)
+        log = swarm.nodes["W"].log
+        await swarm.until(lambda: log.round >= 5 and log.last.participants >= {*liars})
+        await asyncio.sleep(20)
+        order = Control(swarm.campaign.hash, 1, "paused", (), -1, b"")
+        swarm.nodes["W"].decisions.take_control(signed(order, SimulatedIdentity("W")))
+        began = clock()
+        await swarm.until(lambda: log.last.control is not None)
+        assert clock() - began < 60
 
     simulate(main)
 

@@ -116,15 +116,16 @@ class SwarmConnection:
         return await self._newest_order(known, {peer: contact.control for peer, contact in contacts.items()})
 
     async def _newest_order(self, known: Control | None, claims: Mapping[str, int]) -> Control | None:
-        """`claims`: by peer, the number of its newest record. Peers of the last known commit come first."""
+        """`claims`: by peer, the number of its newest record. Peers for whom the owner vouches come first, then members."""
         from spes_p2p.consensus.control import is_signed, number_of
         from spes_p2p.messages.codec import WireError, pack, unpack
         from spes_p2p.messages.consensus import ControlRequest, Known
         from spes_p2p.messages.methods import CONTROL
 
         newer = [peer for peer in claims if claims[peer] > number_of(known)]
-        trusted = self.log.last.participants
-        for peer in sorted(newer, key=lambda peer: (peer not in trusted, -claims[peer]))[:ASKED_STRANGERS]:
+        trusted, members = self.log.last.trusted, self.log.last.participants
+        places = {peer: (peer not in trusted, peer not in members, -claims[peer]) for peer in newer}
+        for peer in sorted(newer, key=places.__getitem__)[:ASKED_STRANGERS]:
             if claims[peer] <= number_of(known):
                 continue
             with contextlib.suppress(PeerUnreachable, Refused, WireError):

@@ -29,6 +29,8 @@ CONNECTIONS = 2**11
 """Connections in all: twice the members of a round."""
 TRAINERS_CONNECTIONS = 64
 """Above this many a trainer closes unused ones: enough for a member of a round in cells, few enough for a router at home."""
+RELAYS_CONNECTIONS = 256
+"""The same for a trainer through which others say that they are dialled: p2pd relays for up to 128, and others dial them."""
 UNUSED_S = 30.0
 """Close only what was unused for this long: the daemon has then sent what was written to a stream before it was closed."""
 
@@ -76,8 +78,17 @@ class Connections:
         self._known: dict[str, None] = {}
         """Connected peers, the oldest first."""
         self._unused_since_s: dict[str, float] = {}
-        self.needed: Callable[[Set[str]], Set[str]] = lambda peers: peers
-        """Which of these connected peers stay connected though unused."""
+        self._needed: Set[str] = frozenset()
+        self.most: Callable[[Set[str]], int] = lambda peers: CONNECTIONS
+        """How many connections are kept though unused, while these peers are connected."""
+
+    def keep_few(self, needed: Set[str], is_relay_of: Callable[[Set[str]], bool]) -> None:
+        """Close unused connections from now on, as a trainer does; but none with `needed`.
+
+        `is_relay_of(peers)`: whether one of these is dialled through this peer.
+        """
+        self._needed = needed
+        self.most = lambda peers: RELAYS_CONNECTIONS if is_relay_of(peers) else TRAINERS_CONNECTIONS
 
     async def keep_bounded(self) -> None:
         """Close what is too much, again and again. Never returns."""
@@ -114,15 +125,15 @@ class Connections:
         return closed
 
     def unused(self, found: Collection[Connection], now_s: float) -> list[str]:
-        """Return the peers, unused for longest, whose connections are beyond TRAINERS_CONNECTIONS. `found`: all open ones.
+        """Return the peers, unused for longest, whose connections are beyond `most`. `found`: all open ones.
 
         A connection with a relay is used by those that lead through it.
         """
         counts = Counter(peer for peer, _ in found)
         relays = {relay for _, addresses in found for address in addresses for relay in _RELAY.findall(address)}
-        kept = self._uses.lately() | relays | self.needed(counts.keys())
+        kept = self._uses.lately() | relays | self._needed
         self._unused_since_s = {peer: self._unused_since_s.get(peer, now_s) for peer in counts if peer not in kept}
-        closed, excess = list[str](), len(found) - TRAINERS_CONNECTIONS
+        closed, excess = list[str](), len(found) - self.most(counts.keys())
         for peer, since_s in sorted(self._unused_since_s.items(), key=lambda item: item[1]):
             if excess <= 0 or since_s > now_s - UNUSED_S:
                 break

@@ -99,12 +99,8 @@ class Libp2p:
         await self._daemon.wait()
 
     def keep_few_connections(self, addresses: Sequence[str]) -> None:
-        """Close unused connections from now on, as trainers do (`Connections.unused`).
-
-        But none with the peers at these addresses, and none while others are dialled through this peer.
-        """
-        initial = frozenset(map(peer_of, addresses))
-        self._connections.needed = lambda peers: peers if self.transport.is_relay_of(peers) else initial
+        """Close unused connections from now on, as trainers do, but none with the peers at these addresses."""
+        self._connections.keep_few(frozenset(map(peer_of, addresses)), self.transport.is_relay_of)
 
     async def keep_finding(self, addresses: Sequence[str]) -> None:
         """Dial these peers regularly, to rejoin one DHT after an outage of either side. Never returns."""

@@ -173,7 +173,7 @@ class Decisions:
         """Fetch missing certificates from the first MAX_ASKED of these peers.
 
         Those that do not answer are skipped. Ends when nothing new was learned for `silence_s`: a peer that gives commits one
-        by one holds up nobody.
+        by one holds up nobody. Once those have answered for whom the owner vouches, the others have a heartbeat's time.
         """
 
         async def learn_from(peer: str) -> None:
@@ -182,15 +182,21 @@ class Decisions:
 
         owner = owner_of(self.log.genesis)
         some = sorted(islice(peers, MAX_ASKED), key=lambda peer: peer == owner)
-        asked = [asyncio.ensure_future(learn_from(peer)) for peer in some[:FIRST_ASKED]]
-        known = None
+        asked = {asyncio.ensure_future(learn_from(peer)): peer for peer in some[:FIRST_ASKED]}
+        clock = asyncio.get_running_loop().time
+        heartbeat_s, silence_s = self._endpoint.detector.heartbeat_s, self._endpoint.silence_s
         try:
             if asked:
-                await asyncio.wait(asked, timeout=self._endpoint.detector.heartbeat_s)
-            asked += [asyncio.ensure_future(learn_from(peer)) for peer in some[FIRST_ASKED:]]
-            while any(not each.done() for each in asked) and known != self.log.last.id:
-                known = self.log.last.id
-                await asyncio.wait(asked, timeout=self._endpoint.silence_s)
+                await asyncio.wait(asked, timeout=heartbeat_s)
+            asked |= {asyncio.ensure_future(learn_from(peer)): peer for peer in some[FIRST_ASKED:]}
+            known, until = self.log.last.id, clock() + silence_s
+            while (left := [each for each in asked if not each.done()]) and clock() < until:
+                await asyncio.wait(left, timeout=until - clock(), return_when=asyncio.FIRST_COMPLETED)
+                if self.log.last.id != known:
+                    known, until = self.log.last.id, clock() + silence_s
+                vouched = [each for each, peer in asked.items() if self._endpoint.shares.is_trusted(peer)]
+                if vouched and all(each.done() for each in vouched):
+                    until = min(until, clock() + heartbeat_s)
         finally:
             await end_tasks(asked)
 

@@ -56,7 +56,7 @@ MAX_MET = 2**12
 CONTACT_TTL_S = 20.0
 """A contact that is not refreshed for this long expires."""
 MAX_CONCURRENT_CLAIMS = 4
-"""Ask at most this many peers concurrently to prove rounds that they claim to know."""
+"""Ask at most this many peers concurrently to prove rounds that they claim to know, and as many for whom the owner vouches."""
 DOUBT_S = 30.0
 """After a peer failed to prove a claim, ignore its claims this long."""
 MAX_INVITED = 1024
@@ -178,7 +178,8 @@ class Node:
         return task
 
     def others(self, role: str | None = None) -> list[str]:
-        """Return the other peers in the registry: first those of the last commit, by the commits that they claim to know.
+        """Return the other peers in the registry: first those of the last commit, for whom the owner vouches before the others,
+        by the commits that they claim to know.
 
         The rest is in random order, since anybody may claim any round; those with an unproven claim come last.
         """
@@ -214,7 +215,11 @@ class Node:
         known, now = self.log.last.participants, asyncio.get_running_loop().time()
         doubted = {peer for peer, until in self._doubted_until.items() if until > now}
         known_round = {peer: self.contacts[peer].round for peer in found if peer in known}
-        return sorted(found, key=lambda peer: (peer not in known, peer in doubted, -known_round.get(peer, 0)))
+
+        def place(peer: str) -> tuple[bool, bool, bool, int]:
+            return peer not in known, not self._is_trusted(peer), peer in doubted, -known_round.get(peer, 0)
+
+        return sorted(found, key=place)
 
     def coordinators(self) -> tuple[str, ...]:
         """Return the next round's coordinators, in the order of their turns."""
@@ -319,7 +324,8 @@ class Node:
         forks = is_held and commit not in ("", self.log.commit_at(round_number).id)
         has_commits, has_control = forks or round_number > self.log.round, control > self.controls.number
         is_doubted = self._doubted_until.get(peer, 0.0) > asyncio.get_running_loop().time()
-        may_ask = not is_doubted and peer not in self._proving and len(self._proving) < MAX_CONCURRENT_CLAIMS
+        asked = sum(self._is_trusted(each) == self._is_trusted(peer) for each in self._proving)
+        may_ask = not is_doubted and peer not in self._proving and asked < MAX_CONCURRENT_CLAIMS
         if (has_commits or has_control) and may_ask:
             self._proving.add(peer)
             self.spawn(self._prove(peer, self.log.begins if forks else None, has_commits, has_control))
