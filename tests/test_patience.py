@@ -231,6 +231,8 @@ EXCUSES = [
     Refused(Code.CLOSED, "the plan is made"), Refused(Code.FAILED, "no majority"), Refused(Code.BUSY, "later"),
     Refused(Code.COORDINATOR_BEHIND, "wait"), Refused(Code.DIGEST, "other bits"),
     Refused(Code.CAMPAIGN, "another one", campaign="ab" * 32),
+    Refused(Code.LEAVING, "the coordinator leaves"), Refused(Code.NOT_COORDINATOR, "not my turn"),
+    Refused(Code.NOT_ADMITTED, "not you"),
 ]
 
 
