@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 from collections import Counter
 from dataclasses import replace
 from typing import Any
@@ -131,6 +132,48 @@ def test_a_member_that_is_kept_waiting_learns_of_a_round_that_the_others_decided
                 await asyncio.sleep(0.5)
                 behind_s += 0.5
         assert 0 < behind_s < 2 * SILENCE_S
+
+    simulate(main)
+
+
+class Capricious(SilentCoordinator):
+    """From some time on, treats each member in its own way: holds it, refuses it with some code, or serves it."""
+
+    def __init__(self, rng: random.Random):
+        super().__init__(proposes=True)
+        self._rng, self._ways = rng, dict[str, Code | Handler]()
+        self.has_begun = False
+
+    def handler(self, method: str, honest: Handler) -> Handler:
+        hold = super().handler(method, honest)
+
+        async def serve(channel: Channel) -> None:
+            way = self._rng.choice((hold, hold, honest, self._rng.choice([*Code]), self._rng.choice([*Code])))
+            way = self._ways.setdefault(channel.remote, way) if self.has_begun and method == ROUND else honest
+            if not isinstance(way, Code):
+                await way(channel)
+            else:
+                await channel.receive()
+                refusal = Refused(way, "so it is", peer=self._rng.choice(HONEST), round=10**6).refusal
+                await channel.send(pack(refusal), kind=Kind.REFUSAL)
+                await channel.finish()
+
+        return serve
+
+    async def send(self, frame: Frame) -> Frame | None:
+        return await super().send(frame) if self.has_begun else frame
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(8))
+def test_rounds_go_on_however_a_coordinator_treats_each_member(seed: int) -> None:
+    async def main() -> None:
+        swarm, attacker = swarm_of(), Capricious(random.Random(seed))
+        swarm.around["X"] = lambda world: tampered(Liar(world, swarm.campaign.config), attacker)
+        swarm.start_all(HONEST + "X")
+        await swarm.until_round(3)
+        attacker.has_begun = True
+        assert await longest_round_s(swarm, 15) < 30 * SILENCE_S
 
     simulate(main)
 
