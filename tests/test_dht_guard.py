@@ -20,12 +20,13 @@ from hivemind.dht import DHTNode
 from hivemind.dht.routing import DHTID, get_dht_time
 from hivemind.dht.storage import DHTLocalStorage, DictionaryDHTValue
 from hivemind.dht.validation import DHTRecord
-from hivemind.p2p import PeerID
+from hivemind.p2p import P2PHandlerError, PeerID
 from hivemind.proto import dht_pb2
 from hivemind.utils import MSGPackSerializer
 from hypothesis import given
 from hypothesis import strategies as st
 
+from spes_p2p.errors import PeerUnreachable
 from spes_p2p.net import dht_guard
 from spes_p2p.net.dht_guard import (
     MAX_RECORDS,
@@ -42,6 +43,7 @@ from spes_p2p.net.dht_guard import (
 )
 from spes_p2p.net.identity import RSAIdentity
 from spes_p2p.net.libp2p import Libp2p, start_libp2p
+from spes_p2p.net.limits import Allowance
 
 T = TypeVar("T")
 
@@ -372,6 +374,93 @@ def test_requests_of_one_peer_have_a_rate_and_node_ids_are_not_chosen(tmp_path: 
     run(main())
 
 
+def test_answers_to_look_ups_have_a_pace_for_each_peer_and_for_all_strangers(tmp_path: Path) -> None:
+    async def main() -> None:
+        node, size = Node(tmp_path), 2**20
+        node.guard.is_stranger = lambda peer: peer != "member"
+        find = dht_pb2.FindRequest(keys=[node.key])
+
+        async def answers_to(peer: str) -> int:
+            for number in range(100):
+                try:
+                    await node.guard.check(peer, find)
+                except ValueError:
+                    return number
+                node.guard.count_answer(peer, size)
+            return 100
+
+        alone = await answers_to("stranger 0")
+        assert 4 <= alone <= 5, "two look-ups among 1,000 peers, at a search's node that is a keeper"
+        crowd = [await answers_to(f"stranger {number}") for number in range(1, 9)]
+        assert 16 <= alone + sum(crowd) <= 17
+        assert crowd[-1] == 0
+        assert await answers_to("member") == alone
+        await node.guard.check("stranger 8", dht_pb2.PingRequest())
+        for keys in ([node.key] * 2, [node.key, b"other"]):
+            with pytest.raises(ValueError, match="too many keys"):
+                await node.guard.check("another member", dht_pb2.FindRequest(keys=keys))
+
+    run(main())
+
+
+def test_a_node_that_refuses_shows_nothing_and_one_with_more_results_than_keys_is_not_read(tmp_path: Path) -> None:
+    async def main() -> None:
+        results, node = [dht_pb2.FindResult(nearest_peer_ids=[b"peer"])], Node(tmp_path)
+
+        async def rpc_find(request: dht_pb2.FindRequest, timeout: float) -> dht_pb2.FindResponse:
+            if not results:
+                raise P2PHandlerError("ValueError('refused')")
+            return dht_pb2.FindResponse(results=results)
+
+        stub = SimpleNamespace(rpc_find=rpc_find, rpc_ping=None, rpc_store=None)
+        protocol: Any = SimpleNamespace(call_find=None, get_stub=lambda peer: stub, bucket_size=20)
+        check_answers_apart(cast(DHTNode, SimpleNamespace(protocol=protocol)), node.records)
+        find, request = protocol.get_stub(None).rpc_find, dht_pb2.FindRequest(keys=[node.key])
+        assert list((await find(request, timeout=1.0)).results) == results
+        results.append(dht_pb2.FindResult())
+        with pytest.raises(ValueError, match="results"):
+            await find(request, timeout=1.0)
+        results.clear()
+        (shown,) = (await find(request, timeout=1.0)).results
+        assert shown.type == dht_pb2.NOT_FOUND
+
+    run(main())
+
+
+@pytest.mark.network
+def test_a_keeper_that_has_answered_strangers_enough_answers_members_and_keeps_the_records_of_both(tmp_path: Path) -> None:
+    async def main() -> None:
+        host = await start_libp2p(tmp_path / "host", ["/ip4/127.0.0.1/tcp/0"])
+        names = ("stranger", "member")
+        stranger, member = peers = [
+            await start_libp2p(tmp_path / name, ["/ip4/127.0.0.1/tcp/0"], initial_peers=host.transport.addresses)
+            for name in names
+        ]
+        try:
+            host.registry.is_known = lambda peer: peer == member.identity.peer_id
+            host.registry._records.admit("peers")
+            for peer in peers:  # neither asks the other
+                table = peer.registry.node.protocol.routing_table
+                table.get_nearest_neighbors = lambda *args, **options: []
+                await peer.registry.put("peers", b"record", 60)
+            guard = host._daemon.guard
+            assert guard is not None
+            guard._answered_strangers = Allowance(1.0, 500.0)
+            assert len(await stranger.registry.get("peers")) == 2
+            with pytest.raises(PeerUnreachable, match="does not show the records"):
+                await stranger.registry.get("peers")
+            assert len(await member.registry.get("peers")) == 2
+            await stranger.registry.put("peers", b"renewed", 60)
+            assert (await member.registry.get("peers"))[stranger.identity.peer_id] == b"renewed"
+            guard._answered_strangers = Allowance(1e6, 1e6)
+            assert len(await stranger.registry.get("peers")) == 2
+        finally:
+            for peer in (*peers, host):
+                await peer.close()
+
+    run(main())
+
+
 # Any bytes --------------------------------------------------------------------------------------------------------------
 
 MSGPACK = st.recursive(
@@ -425,7 +514,7 @@ def test_whatever_a_request_is_it_is_refused_or_has_only_its_sender_s_records(la
     guard = DHTGuard(lasting.records, lasting._addresses)
     guard.node = lasting.guard.node
     honest = lasting.key, subkey, b"x", get_dht_time() + 20
-    rows = data.draw(st.lists(changed(*honest), min_size=1, max_size=5))
+    rows = data.draw(st.lists(changed(*honest), min_size=1, max_size=2))
     keys, subkeys, values, expires = zip(*rows, strict=True)
     asker = data.draw(st.none() | changed(node_id_of(sender).to_bytes()).map(lambda drawn: drawn[0]))
     peer = None if asker is None else dht_pb2.NodeInfo(node_id=asker)

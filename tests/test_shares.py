@@ -603,7 +603,8 @@ def test_a_swarm_s_members_are_no_outsiders_to_each_other() -> None:
         swarm.start_all()
         await swarm.until_round(1)
         for node in swarm.nodes.values():
-            assert {peer for peer in "WABCX" if node.endpoint.shares.is_known(peer)} == set("WABC")
+            for is_known in (node.endpoint.shares.is_known, node.world.registry.is_known):
+                assert {peer for peer in "WABCX" if is_known(peer)} == set("WABC")
         swarm.start("D")
         await swarm.until(lambda: "D" in swarm.nodes["A"].log.last.members)
         assert swarm.nodes["A"].endpoint.shares.is_known("D")

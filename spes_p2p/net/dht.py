@@ -59,6 +59,7 @@ class DHTRegistry:
     def __init__(self, node: DHTNode, records: OwnedRecords, keepers: tuple[str, ...] = ()):
         self.node = node
         self.keepers = keepers
+        self.is_known: Callable[[str], bool] = lambda peer: False
         self._records = records
         self._tasks = set[asyncio.Task[Any]]()
         self._last_expiry: dict[str, float] = {}
@@ -84,7 +85,10 @@ class DHTRegistry:
             raise PeerUnreachable(f"no peer of the DHT took the record {key}")
 
     async def get(self, key: str) -> dict[str, bytes]:
-        """All living values under key, by the peer that wrote them. Raises PeerUnreachable after REGISTRY_TIMEOUT_S."""
+        """All living values under key, by the peer that wrote them.
+
+        Raises PeerUnreachable after REGISTRY_TIMEOUT_S, or if keepers do not even show this peer's own record: they refuse.
+        """
         self._records.admit(key)
         found, now = {}, get_dht_time()
         for subkey, entry in (await self._entries(key)).items():
@@ -144,11 +148,13 @@ class DHTRegistry:
                 if subkey not in entries or entry.expiration_time > entries[subkey].expiration_time:
                     entries[subkey] = entry
         searching.cancel()
+        if kept == {} and len(entries) < 2 and self._last_expiry.get(key, 0.0) > get_dht_time():
+            raise PeerUnreachable(f"the DHT does not show the records {key} at the moment")
         return entries
 
     async def _read_at_keepers(self, key: str) -> dict[Any, Any] | None:
-        """Return what the first keeper that answers has; None when none does."""
-        protocol, dht_key = self.node.protocol, DHTID.generate(source=key)
+        """Return what the first keeper has that shows any; None when none answers."""
+        protocol, dht_key, kept = self.node.protocol, DHTID.generate(source=key), None
         for keeper in self._awake_keepers():
             if keeper == self.node.peer_id:
                 stored = protocol.storage.get(dht_key)
@@ -159,8 +165,10 @@ class DHTRegistry:
                     continue
                 stored = answer[dht_key][0]
             records = stored.value.items() if stored is not None and isinstance(stored.value, DictionaryDHTValue) else ()
-            return {subkey: self._unsigned(dht_key, subkey, *each) for subkey, each in records}
-        return None
+            kept = {subkey: self._unsigned(dht_key, subkey, *each) for subkey, each in records}
+            if kept:
+                break
+        return kept
 
     def _awake_keepers(self) -> list[PeerID]:
         now = asyncio.get_running_loop().time()
@@ -217,6 +225,7 @@ async def join_dht(
         registry = DHTRegistry(node, records, tuple(map(peer_of, initial_peers)))
         keep_own_records_only(node)
         check_answers_apart(node, records, lambda: registry.keepers)
+        guard.is_stranger = lambda peer: not registry.is_known(peer)
         return node, registry
     except (RuntimeError, P2PDaemonError, asyncio.TimeoutError):
         if initial_peers:

@@ -27,7 +27,7 @@ from hivemind.dht.crypto import RSASignatureValidator
 from hivemind.dht.routing import DHTID, get_dht_time
 from hivemind.dht.storage import DictionaryDHTValue
 from hivemind.dht.validation import DHTRecord
-from hivemind.p2p import PeerID
+from hivemind.p2p import P2PHandlerError, PeerID
 from hivemind.proto import dht_pb2
 from hivemind.utils import MSGPackSerializer
 from hivemind.utils.crypto import RSAPrivateKey
@@ -40,9 +40,9 @@ from spes_p2p.net.limits import Allowance, Allowances
 
 MAX_SIGNED_RECORD_BYTES = 2 * MAX_RECORD_BYTES
 MAX_REQUEST_BYTES = 2**13
-"""Fits a record with its key, or a question for a few keys."""
-MAX_KEYS = 4
-"""Keys of one request. This program asks for one at a time."""
+"""Fits a record with its key, or a question for one."""
+MAX_KEYS = 1
+"""Keys of one request."""
 MAX_TTL_S = 60.0
 """Three times the life of a contact."""
 MAX_RECORDS = 2**11
@@ -56,6 +56,11 @@ LOOPBACK, RELAYED = "loopback", "relayed"
 """In place of a network."""
 REQUESTS_PER_S, REQUESTS_BURST = 10.0, 100.0
 """Requests of one peer. A peer stores and looks up its campaign's contacts every few seconds."""
+ANSWERED_PER_S, ANSWERED_BURST = 3 * 2**13, 2**22
+"""Bytes of answers to one peer; the last one may go beyond. Of 240 peers or more, each may take 16 kB a second: every N/8 s a
+kilobyte for each of N peers, by a search and, from a keeper, once more."""
+ANSWERED_STRANGERS_PER_S, ANSWERED_STRANGERS_BURST = 2**17, 2**24
+"""The same of all strangers together: a tenth of a line of 10 Mbit/s; at once, what 80 joiners among 100 peers take."""
 STORED_PER_S, STORED_BURST = 2.0, 20.0
 """Records that one peer sends to store. A peer renews one every few seconds."""
 STORED_PER_NETWORK_S, STORED_PER_NETWORK_BURST = 64.0, 256.0
@@ -130,6 +135,10 @@ class DHTGuard:
         """`addresses()`: the multiaddrs of the open connections, by peer."""
         self._records, self._addresses = records, addresses
         self._requests = Allowances(REQUESTS_PER_S, REQUESTS_BURST, 2 * MAX_RECORDS)
+        self._answered = Allowances(ANSWERED_PER_S, ANSWERED_BURST, 2 * MAX_RECORDS)
+        self._answered_strangers = Allowance(ANSWERED_STRANGERS_PER_S, ANSWERED_STRANGERS_BURST)
+        self.is_stranger: Callable[[str], bool] = lambda peer: True
+        """Whether a peer's answers count among those to all strangers."""
         self._stored = Allowances(STORED_PER_S, STORED_BURST, 2 * MAX_RECORDS)
         self._stored_of_networks = Allowances(STORED_PER_NETWORK_S, STORED_PER_NETWORK_BURST, 2 * MAX_RECORDS)
         self._networks: dict[str, str] = {}
@@ -144,8 +153,11 @@ class DHTGuard:
         """Raises ValueError for a request that this program would not send."""
         if request.HasField("peer") and request.peer.node_id not in (b"", node_id_of(sender).to_bytes()):
             raise ValueError("a node id that is not of this peer")
-        if isinstance(request, dht_pb2.FindRequest) and len(request.keys) > MAX_KEYS:
-            raise ValueError("too many keys")
+        if isinstance(request, dht_pb2.FindRequest):
+            if len(request.keys) > MAX_KEYS:
+                raise ValueError("too many keys")
+            if not all(allowance.take(0) for allowance in self._answer_allowances(sender)):
+                raise ValueError("too many bytes of answers a second")
         if isinstance(request, dht_pb2.StoreRequest):
             rows = (request.keys, request.subkeys, request.values, request.expiration_time, request.in_cache)
             if len({len(row) for row in rows}) != 1 or len(request.keys) > MAX_KEYS or any(request.in_cache):
@@ -161,6 +173,14 @@ class DHTGuard:
     def is_too_fast(self, sender: str) -> bool:
         """Count a request; return whether the peer sends too many."""
         return not self._requests.take(sender)
+
+    def count_answer(self, sender: str, size: int) -> None:
+        """Count an answer's bytes."""
+        for allowance in self._answer_allowances(sender):
+            allowance.owe(size)
+
+    def _answer_allowances(self, sender: str) -> list[Allowance]:
+        return [self._answered.of(sender), *([self._answered_strangers] if self.is_stranger(sender) else ())]
 
     def _check_record(self, sender: str, network: str, key: bytes, packed_subkey: bytes, expires_at: float) -> None:
         subkey = msgpack.unpackb(packed_subkey) if packed_subkey else None
@@ -260,7 +280,8 @@ def check_answers_apart(node: DHTNode, records: OwnedRecords, keepers: Callable[
 
     Also drop nodes that it names under ids of its choice: twenty of them next to a key would have all of its records.
 
-    An answer that names more nodes than this one would is dropped unread: their ids are hashed one by one.
+    An answer that names more nodes than this one would, or has more results than keys were asked for, is dropped unread: each
+    costs time. A node that refuses has nothing to show; without an answer it would count as dead.
 
     hivemind drops an answer whole, and a node may answer with any records: with one allowance for all, a liar's new signatures
     use it up, and honest answers are dropped. Many liars have one together, which the answers of `keepers` do not need.
@@ -274,10 +295,14 @@ def check_answers_apart(node: DHTNode, records: OwnedRecords, keepers: Callable[
     def get_stub(peer: PeerID) -> SimpleNamespace:
         stub = get_any_stub(peer)
 
-        async def rpc_find(*args: Any, **options: Any) -> Any:
-            answer = await stub.rpc_find(*args, **options)
-            if any(len(result.nearest_peer_ids) > protocol.bucket_size for result in answer.results):
-                raise ValueError("too many nodes")
+        async def rpc_find(request: Any, **options: Any) -> Any:
+            try:
+                answer = await stub.rpc_find(request, **options)
+            except P2PHandlerError:
+                return dht_pb2.FindResponse(results=[dht_pb2.FindResult(type=dht_pb2.NOT_FOUND)] * len(request.keys))
+            results, most = answer.results, protocol.bucket_size
+            if len(results) != len(request.keys) or any(len(result.nearest_peer_ids) > most for result in results):
+                raise ValueError("too many results or nodes")
             return answer
 
         return SimpleNamespace(rpc_ping=stub.rpc_ping, rpc_store=stub.rpc_store, rpc_find=rpc_find)

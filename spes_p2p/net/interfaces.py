@@ -90,7 +90,9 @@ class Registry(Protocol):
     """The DHT: small values that expire, `key -> {peer id: value}`. A peer can write only under its own id."""
 
     keepers: tuple[str, ...]
-    """Peers that keep this peer's records beside the nodes that the DHT chooses. The first that answers is read, too."""
+    """Peers that keep this peer's records beside the nodes that the DHT chooses. The first that has any is read, too."""
+    is_known: Callable[[str], bool]
+    """Whether a peer takes part in the rounds, or the owner vouches for it: what all others look up here is bounded."""
 
     async def put(self, key: str, value: bytes, ttl_s: float) -> None:
         """Store `value` (at most MAX_RECORD_BYTES) under (key, this peer's id) for `ttl_s` seconds."""

@@ -57,6 +57,11 @@ class Allowance:
         self._left -= amount
         return True
 
+    def owe(self, amount: float) -> None:
+        """Take this much also where less is there; until that has been made up for, nothing is."""
+        self._fill()
+        self._left -= amount
+
     def is_full(self) -> bool:
         """Return whether nothing was taken for long enough to be forgotten."""
         self._fill()

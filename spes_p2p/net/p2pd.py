@@ -100,6 +100,7 @@ class Daemon(P2P):  # type: ignore[misc]
             with self.uses.of(sender):
                 await guard.check(sender, parsed)
                 reply: bytes = (await handler(parsed, P2PContext(handle_name, self.peer_id, remote))).SerializeToString()
+                guard.count_answer(sender, len(reply))
                 return reply
 
         await self._client.add_unary_handler(handle_name, answer, balanced=balanced)

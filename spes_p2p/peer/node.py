@@ -116,6 +116,7 @@ class Node:
         self._planned_members: frozenset[str] = frozenset()
         """Members of the newest plan here, which may become participants."""
         self.endpoint.shares.is_known, self.endpoint.shares.is_trusted = self._is_known, self._is_trusted
+        world.registry.is_known = lambda peer: self._is_known(peer) or self._is_trusted(peer)
         self._tasks: set[asyncio.Task[None]] = set()
         self._proving: set[str] = set()
         """Peers that are being asked to prove a claim."""

@@ -397,6 +397,7 @@ class MemoryRegistry:
 
     def __init__(self, network: MemoryNetwork, unit: Unit):
         self.keepers: tuple[str, ...] = ()
+        self.is_known: Callable[[str], bool] = lambda peer: False
         self._network, self._unit = network, unit
         self._searched_at = -math.inf
 
