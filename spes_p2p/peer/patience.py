@@ -125,9 +125,9 @@ class Patience:
             await asyncio.sleep(self._silence_s)
 
     async def exhausted(self, coordinator: str) -> str:
-        """Return "" when this coordinator has had its time, or when another one has brought the round to a decision.
+        """Return when this coordinator has had its time, or when another one has brought the round to a decision.
 
-        Or return the one for which more wait than for this one.
+        Returns the one for which more wait than for this one; "" if there is none.
         """
         self._since.setdefault(coordinator, _now())
         self._unreachable.discard(coordinator)
@@ -170,11 +170,9 @@ class Patience:
 
     def skips(self, coordinator: str) -> bool:
         """Return whether to go on without this coordinator: it had its time, in this round or in a recent one."""
-        if self._is_over(coordinator):
-            if coordinator == self._node.peer_id:
-                return True
+        if is_over := self._is_over(coordinator):
             self.give_up(coordinator)
-        return self._given_up.get(coordinator, -GIVEN_UP_ROUNDS - 1) > self._node.log.round + 1 - GIVEN_UP_ROUNDS
+        return is_over or self._given_up.get(coordinator, -GIVEN_UP_ROUNDS - 1) > self._node.log.round + 1 - GIVEN_UP_ROUNDS
 
     def yields(self, coordinator: str) -> bool:
         """Return whether this peer takes over from a coordinator that answers."""
@@ -183,7 +181,7 @@ class Patience:
     def deferred(self, coordinator: str, to: str) -> None:
         """Note that a coordinator refused since one before it in turn is there: its own time has not begun."""
         order = self._node.coordinators()
-        if to in order[: order.index(coordinator)]:
+        if coordinator in order and to in order[: order.index(coordinator)]:  # otherwise the round was decided meanwhile
             self._since.pop(coordinator, None)
 
     def disputes(self, coordinator: str) -> bool:
@@ -204,14 +202,14 @@ class Patience:
             self._planned.clear()
             self._factor = min(2 * self._factor, MAX_FACTOR)
 
-    @property
-    def _silence_s(self) -> float:
-        return self._node.rules.config.sync.silence_s
-
     def give_up(self, coordinator: str) -> None:
         """Skip this coordinator, another than this peer, for GIVEN_UP_ROUNDS rounds."""
         if coordinator != self._node.peer_id:
             self._given_up[coordinator] = self._node.log.round + 1
+
+    @property
+    def _silence_s(self) -> float:
+        return self._node.rules.config.sync.silence_s
 
     def _is_paused(self) -> bool:
         control = self._node.log.last.control
