@@ -179,10 +179,10 @@ class Node:
         return task
 
     def others(self, role: str | None = None) -> list[str]:
-        """Return the other peers in the registry: first those of the last commit, for whom the owner vouches before the others,
-        by the commits that they claim to know.
+        """Return the other peers in the registry, those of the last commit first.
 
-        The rest is in random order, since anybody may claim any round; those with an unproven claim come last.
+        Of these the ones for whom the owner vouches come first, then by the commits that they claim to know. The rest is in
+        random order, since anybody may claim any round; those with an unproven claim come last.
         """
         me = self.peer_id
         return self._best_first([p for p, contact in self.contacts.items() if p != me and role in (None, contact.role)])

@@ -114,7 +114,10 @@ class Patience:
         """Find out when a quorum of the phase's trainers is ready for the round, and when an exchange has come to an end."""
         await asyncio.sleep(FIRST_LOOK * self._silence_s)
         while True:
-            if not self._is_paused():
+            if self.is_exchanging():
+                for planned in self._planned.values():
+                    planned.quiet_due = None
+            elif not self._is_paused():
                 answers = await self._ask_some()
                 if self._limit_s is None:
                     self._look(answers)
@@ -254,12 +257,10 @@ class Patience:
 
         It may need as long again once most are done, and twice that for reports in full, which it asks for in between.
         """
-        quiet = not self.is_exchanging()
-        if quiet:
-            others = set(self._work()[1]) - {self._node.peer_id, coordinator}
-            moving = [answers[peer].exchanging > self._node.log.round for peer in others & answers.keys()]
-            quiet = sum(moving) < MOVING_SHARE * (len(moving) + 1) and bool(moving or not others)  # full lines answer late
-        if not quiet:
+        others = set(self._work()[1]) - {self._node.peer_id, coordinator}
+        moving = [answers[peer].exchanging > self._node.log.round for peer in others & answers.keys()]
+        is_quiet = sum(moving) < MOVING_SHARE * (len(moving) + 1) and bool(moving or not others)  # full lines answer late
+        if not is_quiet:
             planned.quiet_due = None
         elif planned.quiet_due is None:
             elapsed_s = _now() - planned.at
