@@ -8,6 +8,8 @@ from exchange_round import LAYOUT, codecs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from spes_p2p.research import ledgers
+from spes_p2p.research.ledgers import BufferedLedger
 from spes_p2p.rounds.accounting import Ledger, TrainedTokens
 from spes_p2p.rounds.codecs import CODECS
 from spes_p2p.rounds.parts import Part, part_ranges, part_table
@@ -159,7 +161,10 @@ def test_a_late_commit_of_an_aborted_looking_round_subtracts_what_was_sent_then(
     assert np.abs(account.pending()).max() > 1e-4
 
 
-@pytest.mark.parametrize(("codec", "largest"), [("fp16", 5e-6), ("int8", 1e-4), ("int4", 2e-3), ("ternary", 5e-2)])
+@pytest.mark.parametrize(("codec", "largest"), [
+    ("fp16", 5e-6), ("int8", 1e-4), ("int4", 2e-3), ("ternary", 5e-2), ("sparse16", 2e-3), ("sparse", 2.5e-3),
+    ("sparse64", 2.5e-3),
+])
 def test_what_the_codec_drops_stays_pending(codec: str, largest: float) -> None:
     account = Account(3, (0,), codec)
     account.train(1)
@@ -168,6 +173,37 @@ def test_what_the_codec_drops_stays_pending(codec: str, largest: float) -> None:
     account.check()
     residue = np.abs(account.pending()[: LAYOUT.group("shared").stop])
     assert 0 < residue.max() < largest
+
+
+class BufferedAccount(Account):
+    """The account of a peer that keeps what was not sent of the shared weights in an error buffer."""
+
+    def __init__(self, codec: str):
+        super().__init__(3, (0,), codec)
+        self.ledger = BufferedLedger(LAYOUT, part_ranges(LAYOUT, self.codecs, PART_BYTES))
+
+    def pending(self) -> np.ndarray:
+        pending, buffer = super().pending(), self.ledger._buffer  # type: ignore[attr-defined]
+        if buffer is not None:
+            pending[: buffer.size] += buffer
+        return pending
+
+
+@pytest.mark.parametrize("codec", ["int4", "ternary", "sparse"])
+def test_an_error_buffer_that_does_not_decay_loses_nothing_and_each_phase_begins_at_the_base(
+    codec: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ledgers, "DECAY", np.float32(1))
+    account, shared = BufferedAccount(codec), LAYOUT.group("shared")
+    for share in (1.0, 0.5, 0.0, 1.0):
+        account.train(2)
+        account.push()
+        chosen = account.rng.random(len(account.sent)) < share
+        account.commit({index for index, is_in in zip(account.sent, chosen, strict=True) if is_in})
+        np.testing.assert_allclose(account.trainer.read(shared), account.base[: shared.size], atol=1e-6)
+        account.check()
+    assert np.abs(account.given_up).max() < 1e-5
+    assert np.abs(account.pending()[: shared.size]).max() > 1e-4
 
 
 def test_work_that_is_left_out_of_more_than_two_rounds_is_given_up_and_counted_in_tokens() -> None:

@@ -9,6 +9,7 @@ from importlib.metadata import version
 from pathlib import Path
 from types import ModuleType
 
+import numpy as np
 import psutil
 import pytest
 import torch
@@ -19,6 +20,7 @@ from spes_p2p.config.campaign import load_campaign_config
 from spes_p2p.errors import UserError
 from spes_p2p.model.build import initial_state
 from spes_p2p.model.memory import Setup
+from spes_p2p.rounds.codecs import CODECS
 from spes_p2p.testing.plain_model import plain_model
 
 ROOT = Path(__file__).parents[1]
@@ -202,6 +204,42 @@ def test_a_benchmark_that_is_ended_leaves_no_process_and_no_folder_behind(how: s
     process.wait(COMMAND_TIMEOUT_S)
     assert not psutil.wait_procs(started, timeout=CHILDREN_END_WITHIN_S)[1]
     assert how == signal.SIGKILL or not list(tmp_path.iterdir())
+
+
+def test_codecs_of_few_bytes_encode_a_part_in_no_more_memory_than_int4() -> None:
+    """To decode one, `ternary` and `sparse16` take more, if less than twice as much."""
+    codecs = tool("codecs_benchmark")
+    values = np.random.default_rng(0).standard_normal(2**20, np.float32)
+    of = {name: codecs.part_costs(CODECS[name], values) for name in ("int4", "ternary", "sparse16", "sparse", "sparse64")}
+    for name, found in of.items():
+        assert found["encode_bytes"] <= of["int4"]["encode_bytes"], name
+        assert found["decode_bytes"] < 1.5 * of["int4"]["decode_bytes"], name
+        assert 0.8 < found["huffman"] < 1, name
+
+
+@pytest.mark.parametrize("megabytes", [4, 400])
+def test_a_round_in_ternary_and_sparse64_is_planned_at_what_its_codecs_take_of_the_floor(
+    megabytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(ROOT / "tools")
+    bench = tool("round_benchmark")
+    elements = megabytes * 250_000
+    planned, checks = bench.planned_bytes(bench.MIXED, elements)
+    ternary, sparse = (CODECS[name].encoded_bytes(elements) / (4 * elements) for name in ("ternary", "sparse64"))
+    assert 0.99 < planned / (bench.floor_bytes(elements) * (ternary + 2 * sparse) / 3) < 1.2  # a third is of shared weights
+    assert 0 < checks < planned
+
+
+@pytest.mark.network
+def test_a_small_round_sends_what_is_planned_and_the_checks_of_reducers(tmp_path: Path) -> None:
+    file, command = tmp_path / "round.json", [sys.executable, str(ROOT / "tools/bench"), "round", "--rounds", "1"]
+    small = ("--megabytes", "64", "--only", "ternary+sparse64", "--folder", str(tmp_path), "--json", str(file))
+    subprocess.run([*command, *small], check=True, stdout=subprocess.DEVNULL, timeout=COMMAND_TIMEOUT_S)
+    found = json.loads(file.read_text())
+    assert found["replicas_identical"]
+    assert 0.02 < found["bytes_vs_floor_ternary+sparse64"] < 0.03
+    assert 1 < found["bytes_vs_plan_ternary+sparse64"] < 1.2
+    assert 0.9 < found["bytes_vs_plan_and_checks_ternary+sparse64"] < 1.1
 
 
 def test_cuda_is_asked_first_for_what_matters_most() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,11 +14,13 @@ from network_swarm import LOOPBACK, LocalPeers, call
 from sample_text import CONFIGS, TEXT
 
 from spes_p2p.campaign import init
-from spes_p2p.campaign.answers import SIZES, Answers, make_schedule
+from spes_p2p.campaign.answers import OUTER_FROM_STEPS, SIZES, Answers, make_schedule
 from spes_p2p.campaign.campaign_yaml import campaign_yaml
 from spes_p2p.campaign.init import ask, make_campaign
+from spes_p2p.campaign.lines import Pace
 from spes_p2p.campaign.plan_table import describe_size
-from spes_p2p.config.campaign import parse_campaign_config
+from spes_p2p.campaign.start import Start
+from spes_p2p.config.campaign import CodecConfig, parse_campaign_config
 from spes_p2p.config.quantities import parse_bits_per_second
 from spes_p2p.data.manifest import read_manifest
 from spes_p2p.errors import UserError
@@ -184,6 +187,31 @@ def test_the_manifests_say_where_the_token_files_will_be_published(tmp_path: Pat
     assert [file.url for file in files] == [f"{there}/train_000_000000.npy", f"{there}/held_out_000_000000.npy"]
     assert f"publish this folder at {there}" in (folder / "campaign.yaml").read_text()
     assert all((folder / "tokens" / f"{file.path}.hashes").is_file() for file in files)
+
+
+@pytest.mark.parametrize(("size", "steps", "momentum", "offers"), [
+    ("small", 29, 0.0, False), ("small", 30, 0.5, True), ("medium", 50, 0.5, True),
+    ("1b", 29, 0.0, False), ("1b", 30, 0.0, True),
+])
+def test_long_phases_from_random_weights_have_outer_momentum_where_it_was_measured(
+    size: str, steps: int, momentum: float, offers: bool
+) -> None:
+    """`1b` has SPES's beta2, beside which it was not: the file offers it as a comment."""
+    pace = Pace(1e8, CodecConfig(), steps, 0, 0, 0.0, 0.0, 2, 0)
+    answers = Answers(Path("c"), "c", size, (), (), 8192, 2, 1.0, pace=pace)
+    text = campaign_yaml(answers, 8192, 10**9)
+    outer = parse_campaign_config(yaml.safe_load(text), "c").outer
+    assert (outer.shared_learning_rate, outer.shared_momentum) == (0.9 if momentum else 1, momentum)
+    assert outer.experts_momentum == 0
+    assert ("outer: {shared_learning_rate" in text) == offers
+
+
+def test_existing_weights_have_no_outer_momentum() -> None:
+    answers = Answers(Path("c"), "c", "medium", (), (), 8192, 2, 1.0)
+    model = parse_campaign_config(yaml.safe_load(campaign_yaml(answers, 8192, 10**9)), "c").model
+    text = campaign_yaml(replace(answers, start=Start("checkpoint", model, b"", Path(), "<end>", None)), 8192, 10**9)
+    assert yaml.safe_load(text)["training"]["sync_steps"] >= OUTER_FROM_STEPS
+    assert "shared_momentum" not in text
 
 
 @pytest.mark.parametrize(("line", "steps", "experts"), [("1gbit", 5, "int4"), ("1mbit", 20, "sparse")])

@@ -4,6 +4,8 @@
 
 Each figure is the median over rounds, in GB of float32 per second; parts have the size of a round's parts. Means are of
 CONTRIBUTORS encoded updates each, with and without clipping (rounds/influence.py). Each member takes square sums of results.
+Beside it: the most memory that encoding and decoding a part takes, with its result, as tracemalloc sees it, and what Huffman
+coding of the bytes leaves of them.
 """
 
 from __future__ import annotations
@@ -12,6 +14,8 @@ import argparse
 import json
 import statistics
 import time
+import tracemalloc
+import zlib
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -49,13 +53,39 @@ def main() -> int:
     for codec in CODECS:
         encode, decode = speeds[f"encode {codec}"], speeds[f"decode {codec}"]
         plain, clipped = speeds[f"mean {codec}"], speeds[f"clipped mean {codec}"]
-        report[codec] = {"encode": encode, "decode": decode, "mean": plain, "clipped mean": clipped}
+        of_part = part_costs(CODECS[codec], values)
+        report[codec] = {"encode": encode, "decode": decode, "mean": plain, "clipped mean": clipped, **of_part}
         print(f"{codec:5} encode {encode:.2f} GB/s, {encode / speeds['copy']:.2f} of a copy; "
               f"decode {decode:.2f} GB/s, {decode / speeds['copy']:.2f} of a copy; "
-              f"mean {plain:.2f} GB/s, clipped {clipped:.2f} GB/s: {plain / clipped:.2f} times the seconds")
+              f"mean {plain:.2f} GB/s, clipped {clipped:.2f} GB/s: {plain / clipped:.2f} times the seconds; "
+              f"a part takes {of_part['encode_bytes'] / 1e6:.1f} and {of_part['decode_bytes'] / 1e6:.1f} MB; "
+              f"Huffman {of_part['huffman']:.2f}")
     if arguments.json:
         arguments.json.write_text(json.dumps(report, indent=2))
     return 0
+
+
+def part_costs(codec: Codec, values: np.ndarray) -> dict[str, float]:
+    """Return the peak memory of encoding and of decoding one part of these values, and Huffman's share of its bytes."""
+    part = values[: part_elements(codec)]
+    encoded = codec.encode(part)
+    codec.decode(encoded, part.size)
+    coder = zlib.compressobj(9, strategy=zlib.Z_HUFFMAN_ONLY)
+    coded = coder.compress(encoded) + coder.flush()
+    return {
+        "encode_bytes": _peak_bytes(partial(codec.encode, part)),
+        "decode_bytes": _peak_bytes(partial(codec.decode, encoded, part.size)),
+        "huffman": len(coded) / len(encoded),
+    }
+
+
+def _peak_bytes(work: Callable[[], object]) -> int:
+    tracemalloc.start()
+    try:
+        work()
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
 
 
 def _works(values: np.ndarray) -> dict[str, Callable[[], object]]:

@@ -17,6 +17,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -25,11 +26,16 @@ from time import monotonic
 from typing import IO, Any
 
 import psutil
-from round_contenders import EXPERTS, MEMBERS, Report, our_layout, tensor_sizes
+from round_contenders import EXPERTS, MEMBERS, Report, our_campaign, our_layout, tensor_sizes
 
 from spes_p2p.net import die_with_parent
 
-CODECS = ("none", "fp16", "int8", "int4", "sparse")
+MIXED = "ternary+sparse64"
+CODECS: dict[str, Any] = {
+    **{name: name for name in ("none", "fp16", "int8", "int4", "sparse")},
+    MIXED: {"shared": "ternary", "experts": "sparse64"},
+}
+"""`sync.codec` by contender."""
 UNBOUNDED, UNSIGNED, UNDEFENDED = "unbounded", "unsigned", "undefended"
 """`int4` with `sync.bound_influence: false`, without signatures and checks of reducers, and without all of these."""
 DEFENCES: dict[str, dict[str, Any]] = {
@@ -180,8 +186,13 @@ def end_all(processes: Iterable[Process]) -> None:
             left.unlink(missing_ok=True)
 
 
+def rules_of(name: str) -> dict[str, Any]:
+    """Return the part of our processes' spec that differs between contenders."""
+    return {"codec": "int4", **DEFENCES[name]} if name in DEFENCES else {"codec": CODECS[name], "sync": {}}
+
+
 def our_members(start: Any, name: str) -> list[Process]:
-    rules = {"codec": "int4", **DEFENCES[name]} if name in DEFENCES else {"codec": name, "sync": {}}
+    rules = rules_of(name)
     first = start("bootstrap", MEMBERS, **rules)
     found = first.next_report()
     return [start("ours", i, addresses=[found["address"]], genesis=found["genesis"], **rules) for i in range(MEMBERS)]
@@ -251,14 +262,19 @@ def summary(measured: dict[str, list[Report]], elements: int) -> Report:
         "fp32_vs_server_seconds": ratio("none", "seconds", "server"),
         "fp32_vs_server_memory": ratio("none", "peak_bytes", "server"),
         "sparse_vs_int4_seconds": ratio("sparse", "seconds", "int4"),
+        f"{MIXED}_vs_int4_seconds": ratio(MIXED, "seconds", "int4"),
         "bounded_vs_unbounded_seconds": ratio("int4", "seconds", UNBOUNDED),
         "bounded_vs_unbounded_cpu": ratio("int4", "cpu_seconds", UNBOUNDED),
     }
     for figure in ("seconds", "cpu_seconds", "sent_bytes", "peak_bytes"):
         report[f"defended_vs_undefended_{figure}"] = ratio("int4", figure, UNDEFENDED)
         report[f"defended_vs_unsigned_{figure}"] = ratio("int4", figure, UNSIGNED)
-    for codec, name in (("none", "fp32"), ("int8", "int8"), ("int4", "int4"), ("sparse", "sparse")):
-        report[f"bytes_vs_floor_{name}"] = contenders[codec]["sent_bytes"] / floor if codec in contenders else None
+    for codec, name in {**{name: name for name in CODECS}, "none": "fp32"}.items():
+        sent = contenders[codec]["sent_bytes"] if codec in contenders else None
+        report[f"bytes_vs_floor_{name}"] = sent and sent / floor
+        planned, checks = planned_bytes(codec, elements)
+        report[f"bytes_vs_plan_{name}"] = sent and sent / planned
+        report[f"bytes_vs_plan_and_checks_{name}"] = sent and sent / (planned + checks)
     report["replicas_identical"] = all(entry["identical"] for name, entry in contenders.items() if name not in BASELINES)
     return {**report, "state_bytes": 4 * elements, "members": MEMBERS, "floor_bytes": floor, "contenders": contenders}
 
@@ -290,6 +306,27 @@ def floor_bytes(elements: int) -> float:
     """Return what each member must send in fp32: 2 S (N - 1) / N of the shared weights, E (N - 1) / N of the experts."""
     shared, size = tensor_sizes(elements)[0], int(our_layout(elements).size)
     return 4 * (2 * shared + size - shared) * (MEMBERS - 1) / MEMBERS
+
+
+def planned_bytes(name: str, elements: int) -> tuple[int, float]:
+    """Return what `spes-p2p plan` says that a peer sends in a round of these sizes, and what it sends for checks of its means.
+
+    The plan leaves out checks: a 64th of a large model's means, but one mean of each reducer where they are few.
+    """
+    from spes_p2p.campaign.planner import round_traffic
+    from spes_p2p.rounds.checks import expected_checks
+    from spes_p2p.rounds.codecs import group_codecs
+    from spes_p2p.rounds.parts import part_table
+    from spes_p2p.rounds.planned import Member
+
+    config, layout = our_campaign(rules_of(name)).config, our_layout(elements)
+    members = tuple(Member(str(member), 1, (int(member == 0),) * EXPERTS, 1.0) for member in range(MEMBERS))
+    means = [part for part in part_table(layout, members, group_codecs(config.sync.codec)) if len(part.inputs) > 1]
+    of_reducers = Counter(part.reducer for part in means).values()
+    checked = sum(expected_checks(count, len(of_reducers)) for count in of_reducers)
+    update_bytes = statistics.fmean(part.encoded_bytes for part in means)
+    # A check moves the updates of all members.
+    return round_traffic(config, EXPERTS // MEMBERS, MEMBERS, 1.0, layout).up_bytes, checked * update_bytes
 
 
 def one_line(run: Report) -> str:

@@ -57,6 +57,8 @@ SIZES = {
 }
 CONTINUED = Recipe(2048, 64, 1, 50, "1.0e-4", 1.0, 0.95)
 """For existing weights: SPES's learning rate for its upcycled 9B model."""
+OUTER_FROM_STEPS = 30
+"""Phases of so many steps gain from outer momentum (docs/learning.md). With existing weights it was not measured."""
 UPCYCLED_ALPHA, RANDOM_ALPHA = 0.05, 0.1
 """First alpha of merging experts: SPES's for upcycled ones, ours for random ones. Experts of a checkpoint are not merged."""
 

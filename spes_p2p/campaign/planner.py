@@ -227,18 +227,23 @@ def _disk_bytes(config: CampaignConfig, kept_rounds: int, archived: int) -> Disk
     )
 
 
-def round_traffic(config: CampaignConfig, capacity: int, peers: int, bits_per_second: float) -> Traffic:
+def round_traffic(
+    config: CampaignConfig, capacity: int, peers: int, bits_per_second: float, layout: Layout | None = None
+) -> Traffic:
     """Return the traffic in a round of the peer that trains most experts, among `peers` identical ones.
 
+    `layout`: another one than that of the campaign's model.
+
     Shared weights of S encoded bytes are pushed to and pulled from the reducers: 2 S (N - 1) / N up and down. An expert with
-    one owner is sent once to each other peer. Headers, plans and digests (about 0.1 %) are not counted.
+    one owner is sent once to each other peer. Headers, plans and digests (about 0.1 %) are not counted, nor checks of reducers
+    (1/64 at most, but in small models).
     """
     experts, codecs = config.model.moe_num_experts, group_codecs(config.sync.codec)
     names = [f"{index:05d}" for index in range(peers)]
     owners = assign_experts(experts, dict.fromkeys(names, capacity), (), config.experts.redundancy, config.name)
     members = tuple(Member(name, 1, tuple(int(name in expert) for expert in owners), 1.0) for name in names)
     owned = [sum(member.routed) for member in members]
-    up, down = _busiest(sizes_of(config.model), members, owned.index(max(owned)), codecs)
+    up, down = _busiest(layout or sizes_of(config.model), members, owned.index(max(owned)), codecs)
     return Traffic(peers, max(owned), sum(map(bool, owners)), up, down, bits_per_second)
 
 

@@ -24,13 +24,17 @@ SERIES = (
 def draw(title: str, shown: Sequence[Outcome], path: Path, found: Sequence[Outcome] = ()) -> None:
     """Write a plot with three panels. Curves and points are means over seeds.
 
-    The panel of bytes also has the end of every other arm of `found`, and a line for each shown arm that sends nothing.
+    The panel of bytes also has the end of every other arm of `found`, and a line for each shown arm that sends nothing. Losses
+    are those on the validation samples, which are the only ones of experiments without test samples.
     """
     labels = ("M tokens, all peers", "MB sent by a peer", "MB of training state, a peer")
     figure, (tokens, sent, memory) = _panels(title, labels)
-    for outcome in found:
-        if outcome.first["peers"] > 1 and outcome.arm not in {each.arm for each in shown}:
-            sent.plot(outcome.first["sent_bytes"] / 1e6, _mean_losses(outcome)[-1], marker=".", color="0.6")
+    others = [each for each in found if each.first["peers"] > 1 and each.arm not in {of.arm for of in shown}]
+    ends = [(each.first["sent_bytes"] / 1e6, _mean_losses(each)[-1]) for each in others]
+    if ends:
+        sent.plot(*zip(*ends, strict=True), marker=".", linestyle="none", color="0.6", label="another arm")
+        sent.plot([], [], linestyle=":", color="0.6", label="sends nothing")
+        sent.legend(fontsize=8, loc="upper left")
     for outcome, style in _styled(shown):
         losses = _mean_losses(outcome)
         tokens.plot(_column(outcome, "tokens"), losses, marker=".", **style)
@@ -40,7 +44,8 @@ def draw(title: str, shown: Sequence[Outcome], path: Path, found: Sequence[Outco
             sent.axhline(losses[-1], linestyle=":", color=style["color"])
         memory.plot(outcome.first["memory_bytes"] / 1e6, losses[-1], marker="o", linestyle="none", **style)
     sent.set_xscale("log")
-    tokens.set_ylabel("held-out loss (nats per token)")
+    has_test_samples = any("test_loss" in outcome.first for outcome in shown)
+    tokens.set_ylabel(f"{'validation' if has_test_samples else 'held-out'} loss (nats per token)")
     memory.set_title("final loss")
     _save(figure, tokens, path)
 
