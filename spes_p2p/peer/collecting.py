@@ -20,7 +20,7 @@ from spes_p2p.net.unpacking import beside
 from spes_p2p.peer.courtesy import LEAST_SHARE, Wait
 from spes_p2p.peer.gathering import LOOK_S, PING_EVERY_S, Gathering, RoundContext
 from spes_p2p.peer.transfers import COMPLAINT_SILENCES
-from spes_p2p.rounds.commit import HOLDERS, check_staged, disagreeing, lost_reducers
+from spes_p2p.rounds.commit import HOLDERS, check_staged, disagreeing, lost_reducers, unserved_reducers
 from spes_p2p.rounds.parts import exchange_limit_s, exchange_s
 from spes_p2p.rounds.planned import trusted
 from spes_p2p.rounds.results import Results
@@ -144,7 +144,8 @@ class StagedReports:
             if len(decisive) < HOLDERS:
                 decisive = range(len(names))
             left_s = self._left_for(waiting, decisive, now - started)
-            lost = lost_reducers(self.results, self.staged, {i for i, peer in enumerate(names) if peer in alive}, not waiting)
+            living = {i for i, peer in enumerate(names) if peer in alive}
+            lost = lost_reducers(self.results, self.staged, living, not waiting)
             lost = tuple(sorted({*lost, *stalled}))
             if lost:
                 self._revise(lost)
@@ -157,7 +158,12 @@ class StagedReports:
                     if names[i] in alive and i not in self._asked and i in decisive
                 ]
                 if not unclear:
-                    return
+                    unserved = await self._run_blocking(unserved_reducers, self.results, dict(self.staged), living)
+                    if not unserved:
+                        return
+                    for reducer in unserved & {i for i, peer in enumerate(names) if peer in alive}:
+                        self._drop(reducer)
+                    continue
                 await self._ask_in_full([names[i] for i in unclear])
                 half_at = now  # they get the same time once more
             elif half_at is None and (self._has_half(decisive) or (now - started > known_s and self._has_half(known))):
@@ -203,7 +209,7 @@ class StagedReports:
         logger.warning("round %d: %s lives and does not go on; others take its parts", self._round, peer[-6:])
         self._stalled.add(peer)
         self.staged.pop(reducer, None)
-        self._complaints.pop(reducer)
+        self._complaints.pop(reducer, None)
         stream = self._members.alive.pop(peer)
         stream.break_off(Refused(Code.CLOSED, "members wait for you in vain"))
 

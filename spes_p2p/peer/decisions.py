@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import islice
@@ -122,11 +123,14 @@ class Decisions:
     async def learn_from(self, peer: str, after: int | None = None, is_patient: bool = True) -> None:
         """Fetch the peer's certificates after this round (default: the last one here), or all of them where the logs fork.
 
-        Where the peer's log begins later, this one begins at its milestone from then on. Each page continues the last one with
-        commits that are known or proven, so a peer that lies gives one page at most. `is_patient`: ask a busy peer again.
-        Raises PeerUnreachable, Refused, WireError.
+        Where the peer's log begins later, this one begins at its milestone from then on. A peer that lies gives little: each
+        page continues the last one with commits that are known or proven, the log is read from its beginning once, and after
+        the first page something new must come every `silence_s`. `is_patient`: ask a busy peer again. Raises PeerUnreachable,
+        Refused, WireError.
         """
         after = self.log.round if after is None else after
+        clock, may_go_back = asyncio.get_running_loop().time, True
+        known, until = self.log.last.id, math.inf
         while True:
             try:
                 reply = await self._endpoint.ask_in_turn(peer, COMMITS, pack(CommitsRequest(after)), is_patient)
@@ -144,11 +148,15 @@ class Decisions:
                 for decided in found:
                     self._learn_or_hold(decided)
             except Refused:
-                if after == self.log.begins:
+                if not may_go_back or after == self.log.begins:
                     raise
-                after = self.log.begins
+                may_go_back, after = False, self.log.begins
                 continue
             after = found[-1].commit.round
+            if until == math.inf or self.log.last.id != known:
+                known, until = self.log.last.id, clock() + self._endpoint.silence_s
+            elif clock() >= until:
+                raise PeerUnreachable(f"{peer[-6:]} gives nothing but known commits")
 
     async def take_milestone_from(self, peer: str, is_patient: bool = True) -> bool:
         """Begin the log at the peer's milestone; False when it is no later. Raises PeerUnreachable, Refused, WireError."""

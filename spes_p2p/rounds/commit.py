@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from functools import lru_cache
 
 from spes_p2p.consensus.acceptor import INCARNATION_BYTES
@@ -208,6 +208,27 @@ def lost_reducers(results: Results, staged: Mapping[int, Staged], living: set[in
 
     lost = {part.reducer for part in results.parts if is_lost(part)}
     return tuple(sorted(lost | (gone - staged.keys()))) if lost else ()
+
+
+def unserved_reducers(results: Results, staged: Mapping[int, Staged], living: Set[int]) -> frozenset[int]:
+    """Return the living reducers of a part that too few living members hold, strangers apart, once all of these have reported.
+
+    Such a reducer serves nobody. Nor does it work if it calls a part absent that it trained itself, or to which two others for
+    whom the owner vouches contribute. A part to which nobody else contributes does not count: no other member could reduce it.
+    """
+    known = holders(results.plan.members)
+    needed = min(HOLDERS, len(living & known))
+    collected = _with_manifests(results, staged)
+    counts = holder_counts({index: report for index, report in staged.items() if index in living}, collected)
+
+    def is_unserved(part: Part) -> bool:
+        if part.reducer not in living or not living & set(part.contributors) - {part.reducer}:
+            return False
+        if collected.digest_of(part) == ABSENT:
+            return part.reducer in part.contributors or len(living & known & set(part.contributors)) >= HOLDERS
+        return counts[part.index] < needed
+
+    return frozenset(part.reducer for part in results.parts if is_unserved(part))
 
 
 def holder_counts(staged: Mapping[int, Staged], results: Results) -> dict[int, int]:

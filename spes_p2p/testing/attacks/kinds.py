@@ -48,7 +48,7 @@ ATTACKS: dict[AttackKind, Attack] = {
     "weight": Attack(with_false_weight),  # claims 2^40 tokens and a bandwidth of 10^15 B/s
     "reducer": Attack(serving.lying_reducer),  # reverses the means of its parts
     "forger": Attack(serving.forger),  # makes the means of its parts from invented updates
-    "silent": Attack(serving.silent_reducer),  # lives, and serves no results as a reducer
+    "silent": Attack(serving.silent_reducer, needs_seat=True),  # is vouched for, lives, and serves no results as a reducer
     "donor": Attack(serving.lying_donor),  # serves wrong bytes of bases, plans and results
     "tarpit": Attack(serving.tarpit),  # is two seconds late with every message
     "coordinator": Attack(deciding.lying_coordinator, needs_seat=True),  # forges proposals, commits and certificates
