@@ -39,7 +39,7 @@ from spes_p2p.rounds import cells
 from spes_p2p.rounds import parts as tables
 from spes_p2p.rounds.cells import FLAT_MEMBERS, make_cells
 from spes_p2p.rounds.parts import Part, from_mask, moved_parts, part_table, pulls, to_mask, traffic, weight
-from spes_p2p.rounds.planned import Member, Plan
+from spes_p2p.rounds.planned import Member, Place, Plan
 from spes_p2p.rounds.sums import check_contributors
 from spes_p2p.testing.memory_network import Frame, MemoryNetwork
 from spes_p2p.testing.simulate.swarm import VirtualSwarm, campaign, simulate
@@ -126,6 +126,32 @@ def test_the_busiest_line_sends_for_little_longer_than_any_assignment_needs(coun
     own_s = [sum(p.encoded_bytes for p in parts if i in p.contributors) / m.bandwidth for i, m in enumerate(members)]
     all_s = sum(s * m.bandwidth for s, m in zip(sent_s, members, strict=True)) / sum(m.bandwidth for m in members)
     assert max(sent_s) <= 1.3 * max(max(own_s), all_s)
+
+
+@pytest.mark.parametrize("lost", [0, 1, 5])
+@pytest.mark.parametrize(("count", "regions"), [(64, 1), (100, 1), (256, 1), (16, 2), (40, 2)])
+@pytest.mark.parametrize("experts", [8, 16])
+def test_few_owners_are_busy_for_little_longer_than_others_also_after_a_loss(
+    count: int, regions: int, experts: int, lost: int
+) -> None:
+    """Owners are where hubs of one cell would come from, and demoted members send their updates once."""
+    layout = Layout([TensorSpec("embed", (2**7, 2**8), "shared")] + [
+        TensorSpec(f"experts.{e}.down_proj", (2**17 // experts,), "expert", 0, e) for e in range(experts)
+    ])
+    members = tuple(
+        replace(member(f"{i:04d}", 10, tuple(5 * (i == e * count // experts) for e in range(experts)), 1e6),
+                place=Place(i % regions), demoted="lost" if 0 < i <= lost else "")
+        for i in range(count)
+    )
+    parts = part_table(layout, members, codecs("int8"), 2**9)
+    assert all(part.hubs for part in parts)
+    sent, own = traffic(parts, count)[0], [0] * count
+    for part in parts:
+        for i in part.contributors:
+            own[i] += part.encoded_bytes
+    able = [i for i, m in enumerate(members) if not m.demoted]
+    assert max(sent[i] for i in able) <= 1.3 * max(sum(sent[i] for i in able) / len(able), *(own[i] for i in able))
+    assert all(sent[i] == own[i] for i in range(count) if i not in able)
 
 
 def test_cells_hardly_change_when_lines_are_measured_anew() -> None:

@@ -18,7 +18,7 @@ from spes_p2p.consensus.signed import read_signed, sign
 from spes_p2p.errors import Refused, UserError
 from spes_p2p.messages.codec import pack, unpack
 from spes_p2p.messages.consensus import Commit, Control, ControlRequest, Known, Pardon
-from spes_p2p.messages.methods import ACCUSE, CONTROL, INPUTS, PUSH
+from spes_p2p.messages.methods import ACCUSE, CONTROL, INPUTS, PUSH, ROUND
 from spes_p2p.messages.refusals import Code
 from spes_p2p.messages.rounds import Accused, Inputs, InputsRequest, Pushed, WrongSum
 from spes_p2p.model.layout import Group
@@ -264,6 +264,38 @@ def test_a_reducer_that_is_behind_is_named_unless_the_checker_comes_too_late(syn
         await swarm.until_round(12)
         named = [each.round for each in checked(swarm) if "B" in each.unanswered]
         assert bool(named) == is_named
+
+    simulate(main)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("behind_s", [12.0, 1e6], ids=["learns late of a round", "misses the next round"])
+def test_a_reducer_that_is_late_is_named_by_nobody(behind_s: float) -> None:
+    async def main() -> None:
+        swarm = VirtualSwarm(campaign(total_steps=10**6, training={"sync_steps": 20}, merge={"merge_interval": None}))
+        swarm.start_all("ACD")
+        swarm.start("B", bandwidth=4.0)
+        await swarm.until_round(1)
+        node, clock, asked = swarm.nodes["B"], asyncio.get_running_loop().time, list[float]()
+        answer, started = swarm.peers["B"].checking._on_inputs, node.endpoint.stream
+
+        async def late(stream: Stream) -> None:
+            asked.append(clock())
+            if clock() < asked[0] + behind_s:
+                raise Refused(Code.BEHIND, "that round is not known here yet, or no longer")
+            await answer(stream)
+
+        def announce(peer: str, method: str) -> object:
+            return started("nobody" if method == ROUND and asked and clock() < asked[0] + behind_s else peer, method)
+
+        await node.endpoint.serve(INPUTS, late)
+        node.endpoint.stream = announce  # type: ignore[assignment, method-assign]
+        await swarm.until(lambda: bool(asked))
+        log, first = swarm.nodes["A"].log, swarm.nodes["A"].log.round
+        await swarm.until(lambda: log.round >= first + 3)
+        assert ("B" in log.commit_at(first + 1).members) == (behind_s < 20)
+        assert not [each for each in checked(swarm) if "B" in each.unanswered]
+        assert len(asked) > 5
 
     simulate(main)
 

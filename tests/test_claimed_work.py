@@ -18,7 +18,7 @@ from spes_p2p.messages.samples import Cursor, Interval
 from spes_p2p.model.layout import Layout, TensorSpec
 from spes_p2p.rounds import claims
 from spes_p2p.rounds.accounting import MAX_PENDING_ROUNDS
-from spes_p2p.rounds.claims import BANDWIDTH_RATIO, clamped, outstanding
+from spes_p2p.rounds.claims import BANDWIDTH_RATIO, LOST_ROUNDS, clamped, demoted, outstanding
 from spes_p2p.rounds.parts import part_table
 from spes_p2p.rounds.plan import Rules, make_plan
 from spes_p2p.rounds.planned import Member, Plan
@@ -136,6 +136,19 @@ def test_strangers_of_an_open_campaign_do_not_move_the_medians() -> None:
     found = clamped(vouched | strangers, chain(""), config)
     assert [(found[name].bandwidth, found[name].loss) for name in "AB"] == [(100.0, 5.0)] * 2
     assert clamped(strangers, chain(""), config)["U"].bandwidth == 1e-3
+
+
+def test_who_was_lost_or_disputed_in_the_last_rounds_is_demoted_and_keeps_its_bandwidth() -> None:
+    said = {name: announce(bandwidth=1.0) for name in "AB"}
+    for named, why in (({"lost": ((1,),)}, "lost"), ({"disputed": (1,)}, "disputed")):
+        for later in range(LOST_ROUNDS + 1):
+            recent = chain("", **named)
+            for _ in range(later):
+                recent = (after(recent[0], lost=(), disputed=()), *recent)
+            assert demoted(recent, said, "friends") == ({"B": why} if later < LOST_ROUNDS else {})
+            members = make_plan(recent, Proposal(recent[0].round + 1, "", Ballot(1, "A"), ()), said, (), RULES).members
+            assert [each.demoted for each in members] == ["", why if later < LOST_ROUNDS else ""]
+            assert [each.bandwidth for each in members] == [1.0, 1.0]
 
 
 WIDE = Layout([TensorSpec("embed", (2**28,), "shared")])

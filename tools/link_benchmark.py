@@ -48,6 +48,8 @@ PAYLOAD = 1448 / 1514
 """Share of a line that TCP leaves to what it carries: of an Ethernet frame, without headers and time stamps. The simulator's
 network has none."""
 UNEVEN_SHARE, UNEVEN_LATENCY_S = 0.2, 0.05
+DEMOTIONS = ("lost", "disputed")
+"""Why members reduce nothing for three rounds."""
 
 
 def main() -> int:
@@ -151,7 +153,8 @@ def regions_case(arguments: argparse.Namespace) -> Report:
                 before, owners, crossed = crossed, report["owners"], machines.crossed_bytes()
                 each = {"round": report["round"], "seconds": round(sum(report["phases"].values()), 1),
                         "crossed_megabytes": [round((now - then) / 1e6, 2) for now, then in zip(crossed, before, strict=True)],
-                        "one_copy_megabytes": [round(copy / 1e6, 2) for copy in copies], "dropped_parts": report["dropped"]}
+                        "one_copy_megabytes": [round(copy / 1e6, 2) for copy in copies], "dropped_parts": report["dropped"],
+                        **{why: len(report[why]) for why in DEMOTIONS}}
                 rounds.append(each)
                 print(each, file=sys.stderr)
     finally:
@@ -190,7 +193,7 @@ async def simulated(spec: Report, lines: Mapping[str, float], rounds: int) -> di
                 heard[name].append({
                     "round": event.round, "at": clock(), "cpu_seconds": 0.0, "digest": event.base_digest,
                     "sent": event.sent_bytes, "received": event.received_bytes, "phases": event.seconds,
-                    "dropped": event.dropped_parts,
+                    "dropped": event.dropped_parts, "lost": event.lost, "disputed": event.disputed,
                 })
         return observe
 
@@ -301,6 +304,7 @@ def summary(rounds: Mapping[str, list[Report]], lines: Mapping[str, float], phas
         "replicas_identical": len({r["digest"] for r in last}) == 1,
         "left_out": sum(len(reports) - 1 for reports in rounds.values()) - len(measured),
         "dropped_parts": sum(r["dropped"] for r in measured),
+        **{why: len({(r["round"], peer) for r in measured for peer in r[why]}) for why in DEMOTIONS},
     }
 
 

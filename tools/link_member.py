@@ -70,7 +70,7 @@ async def run_peer(spec: Spec) -> None:
         if isinstance(event, RoundCommitted) and spec["kind"] != "bootstrap":
             say(round=event.round, at=time.monotonic(), cpu_seconds=cpu_seconds(), digest=event.base_digest,
                 sent=event.sent_bytes, received=event.received_bytes, phases=event.seconds, dropped=event.dropped_parts,
-                peer=peer.node.peer_id, owners=event.owners)
+                lost=event.lost, disputed=event.disputed, peer=peer.node.peer_id, owners=event.owners)
 
     layout = our_layout(spec["elements"])
     await live(spec, lambda base, owned: paced_trainer(spec, layout, base, owned), report)

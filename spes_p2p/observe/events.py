@@ -158,6 +158,10 @@ class RoundCommitted(Event):
     """The same of the other trainers, as announced; 0: unknown."""
     names: tuple[tuple[str, str, str], ...] = ()
     """Peer id, name and team of members that this process had not seen under that name; empty: none."""
+    lost: tuple[str, ...] = ()
+    """Members that were lost as reducers in this round."""
+    disputed: tuple[str, ...] = ()
+    """Reducers that did not show their checker the inputs, and these checkers."""
 
 
 @dataclass(frozen=True)
@@ -247,7 +251,8 @@ class ResultsChecked(Event):
     wrong: tuple[str, ...]
     """Reducers whose result is not the mean of its inputs: proven, so the next commits exclude them."""
     unanswered: tuple[str, ...]
-    """Reducers that did not show the inputs, after a restart for instance: nothing follows. Without those that left."""
+    """Reducers that did not show the inputs, after a restart for instance: neither they nor this peer reduce for a while.
+    Without those that left."""
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,9 @@
 
 The checker asks the reducer for the signed inputs and the encoded updates of a mean that it has drawn, and compares. A reducer
 that does not answer, after a restart for instance, is named in the next announcement. That proves nothing, but neither of the
-two reduces for a while. A checker that comes too late names nobody: reducers keep inputs until the round after.
+two reduces for a while. One that has not learned of the round yet is asked again until the next round is decided, and named
+only if it is a member of that one, which it cannot be without the commit. A checker that comes too late names nobody: reducers
+keep inputs until the round after.
 """
 
 from __future__ import annotations
@@ -36,8 +38,8 @@ from spes_p2p.rounds.sums import read_inputs
 
 logger = logging.getLogger(__name__)
 
-ASK_AGAIN_S = (0.5, 2.0, 8.0)
-"""A reducer that has not learned the commit yet is asked again, each time after so long."""
+ASK_AGAIN_S = 2.0
+"""A reducer that has not learned the commit yet is asked again after this long."""
 
 
 class Checking:
@@ -60,12 +62,9 @@ class Checking:
         means = means_by_reducer(commit, results)
         mine = [peer for peer, by in checkers(commit, self._rule).items() if by == self._node.peer_id and peer in means]
         weights = [weight_of_checks(results.plan, self._node.peer_id, peer) for peer in mine]
-        chosen = [
-            part for peer, more in zip(mine, weights, strict=True)
-            for part in drawn(means[peer], len(means), more, self._node.world.rng)
-        ]
-        if chosen:
-            self._node.spawn(self._check(commit, results, chosen))
+        for peer, more in zip(mine, weights, strict=True):
+            if chosen := drawn(means[peer], len(means), more, self._node.world.rng):
+                self._node.spawn(self._check(commit, results, peer, chosen))
 
     def unanswered(self) -> tuple[Unanswered, ...]:
         """Return which reducers of the last two rounds did not show their inputs, for the announcement."""
@@ -75,35 +74,48 @@ class Checking:
     def _rule(self) -> str:
         return self._node.campaign.config.admission
 
-    async def _check(self, commit: Commit, results: Results, parts: list[Part]) -> None:
-        wrong, unanswered = set[str](), set[str]()
+    async def _check(self, commit: Commit, results: Results, reducer: str, parts: list[Part]) -> None:
+        is_wrong, is_silent, clock = False, False, asyncio.get_running_loop().time
         for part in parts:
-            reducer = results.plan.members[part.reducer].peer
+            began = clock()
             try:
-                proof = WrongSum(commit.round, commit.id, part.index, await self._inputs(results.plan.id, part.index, reducer))
+                proof = WrongSum(commit.round, commit.id, part.index, await self._inputs(results, part))
                 if await self._proofs.holds(proof, [reducer]):
-                    wrong.add(reducer)
+                    is_wrong = True
                     everybody = sorted(commit.participants - {self._node.peer_id, reducer})
                     await self._proofs.tell(proof, everybody)
             except (PeerUnreachable, Refused, WireError) as error:
-                if not (isinstance(error, Refused) and error.code is Code.BEHIND and self._node.log.round > commit.round + 1):
-                    unanswered.add(reducer)
+                is_behind = isinstance(error, Refused) and error.code is Code.BEHIND
+                is_silent |= not is_behind or self._knew(commit, reducer, clock() - began)
                 logger.info("round %d: part %d of %s is not checked: %s", commit.round, part.index, reducer[-6:], error)
-        self._unanswered = (*self.unanswered(), *(Unanswered(commit.round, peer) for peer in sorted(unanswered)))
-        silent = (peer for peer in sorted(unanswered) if not self._node.departures.has_left(peer))
-        self._observer(ResultsChecked(commit.round, len(parts), tuple(sorted(wrong)), tuple(silent)))
+        named = (reducer,) if is_silent else ()
+        self._unanswered = (*self.unanswered(), *(Unanswered(commit.round, peer) for peer in named))
+        silent = tuple(peer for peer in named if not self._node.departures.has_left(peer))
+        self._observer(ResultsChecked(commit.round, len(parts), (reducer,) * is_wrong, silent))
 
-    async def _inputs(self, plan: str, part: int, reducer: str) -> Inputs:
-        """Ask a reducer for the inputs of a mean. Raises PeerUnreachable, Refused, WireError."""
-        endpoint, request = self._node.endpoint, pack(InputsRequest(plan, part))
-        for wait_s in ASK_AGAIN_S:
+    def _knew(self, commit: Commit, reducer: str, asked_s: float) -> bool:
+        """Return whether a reducer knew this commit when it said that it was behind: the next round has it as a member.
+
+        If it was asked for less than `silence_s`, it may have kept the inputs no longer.
+        """
+        last = self._node.log.last
+        return last.round == commit.round + 1 and reducer in last.members and asked_s > self._node.endpoint.silence_s
+
+    async def _inputs(self, results: Results, part: Part, patience_s: float = math.inf) -> Inputs:
+        """Ask a reducer for the inputs of a mean. Raises PeerUnreachable, Refused, WireError.
+
+        One that is behind is asked again for `patience_s`, or until the next round is decided: it keeps them no longer.
+        """
+        endpoint, plan, clock = self._node.endpoint, results.plan, asyncio.get_running_loop().time
+        give_up_at = clock() + patience_s
+        reducer, request = plan.members[part.reducer].peer, pack(InputsRequest(plan.id, part.index))
+        while True:
             try:
                 return await unpack_beside(Inputs, await endpoint.ask(reducer, INPUTS, request, 2 * endpoint.silence_s))
             except Refused as refused:
-                if refused.code is not Code.BEHIND:
+                if refused.code is not Code.BEHIND or self._node.log.round > plan.round or clock() > give_up_at:
                     raise
-            await asyncio.sleep(wait_s)
-        return await unpack_beside(Inputs, await endpoint.ask(reducer, INPUTS, request, 2 * endpoint.silence_s))
+            await asyncio.sleep(ASK_AGAIN_S)
 
     async def update_of(self, results: Results, part: Part, member: int) -> Body:
         """Return a member's encoded update of a mean of the last round, from its reducer, for an audit of this member.
@@ -112,7 +124,7 @@ class Checking:
         """
         plan, fetcher, found = results.plan, self._node.fetcher, list[Body]()
         reducer = plan.members[part.reducer].peer
-        inputs = await self._inputs(plan.id, part.index, reducer)
+        inputs = await self._inputs(results, part, 2 * self._node.endpoint.silence_s)
         update = read_inputs(inputs, part, results, self._node.world.identity)[member]
 
         async def keep(index: int, body: Body) -> None:

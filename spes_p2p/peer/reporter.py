@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import statistics
 from collections import Counter
 from collections.abc import Mapping
@@ -39,6 +40,8 @@ from spes_p2p.rounds.remembered import remembered
 from spes_p2p.rounds.runaway import HeldOut
 from spes_p2p.rounds.schedule import last_round
 from spes_p2p.training.rates import learning_rate
+
+logger = logging.getLogger(__name__)
 
 BYTES_BY_KIND = {"push": "push", "pull": "pull", "parts": "pull", **dict.fromkeys(
     ("file", "snapshot", "base_hashes", "base", "token_hashes", "tokens"), "download")}
@@ -104,6 +107,8 @@ class EventReporter:
         clipped = clipped_parts(commit, applied.results)
         if clipped or applied.bounded:
             self._observer(UpdatesClipped(commit.round, clipped, applied.bounded))
+        if idle := [f"{member.peer[-6:]} ({member.demoted})" for member in plan.members if member.demoted]:
+            logger.info("round %d: reduced nothing: %s", commit.round, ", ".join(idle))
         self._observer(
             RoundCommitted(
                 round=commit.round,
@@ -128,6 +133,8 @@ class EventReporter:
                 upload=self._node.endpoint.upload.reliable_bytes_per_s,
                 median_upload=median_upload(plan, self._node.peer_id),
                 names=self._new_names(plan),
+                lost=tuple(commit.members[i] for lost in commit.lost for i in lost),
+                disputed=tuple(commit.members[i] for i in commit.disputed),
             )
         )
         self._report_control(commit)

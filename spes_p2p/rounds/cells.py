@@ -12,6 +12,7 @@ neighbours in its cell and as a hub G - 1 in its column, fewest for G = sqrt(N):
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -42,7 +43,8 @@ def make_cells(members: Sequence[Member], reducers: Sequence[int]) -> Cells | No
     """Divide a round's members; None if it needs no cells. `reducers`: members that may reduce.
 
     A column is as fast as its slowest hub, so its hubs have lines alike. Lines count as alike within a factor of two, else each
-    measurement would give members other neighbours. A round with strangers has no cells: nobody checks the means of hubs.
+    measurement would give members other neighbours. Sole owners of experts are spread over the cells: only hubs of its cell can
+    reduce what a member alone has trained. A round with strangers has no cells: nobody checks the means of hubs.
     """
     if not all(member.standing == "vouched" for member in members):
         return None
@@ -56,11 +58,24 @@ def make_cells(members: Sequence[Member], reducers: Sequence[int]) -> Cells | No
         return None
     fastest_first = _fastest_first(members, reducers)
     columns = [tuple(fastest_first[start : start + count]) for start in range(0, len(reducers) - count + 1, count)]
-    columns = [column if place % 2 else column[::-1] for place, column in enumerate(columns)]
+    columns = _owners_apart(members, [column if place % 2 else column[::-1] for place, column in enumerate(columns)])
     cell_of = {hub: cell for column in columns for cell, hub in enumerate(column)}
     others = [i for i in range(len(members)) if i not in cell_of]
     cell_of.update((member, place % count) for place, member in enumerate(others))
     return Cells(tuple(cell_of[i] for i in range(len(members))), tuple(columns))
+
+
+def _owners_apart(members: Sequence[Member], columns: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    """Return the columns with their hubs in such an order that cells have about as many experts with a sole owner each."""
+    owners = [[i for i, count in enumerate(counts) if count] for counts in zip(*(m.routed for m in members), strict=True)]
+    alone, owned = Counter(its[0] for its in owners if len(its) == 1), [0] * len(columns[0])
+    ordered = []
+    for column in columns:
+        cells = sorted(range(len(column)), key=lambda cell: owned[cell])
+        hub_of = dict(zip(cells, sorted(column, key=lambda hub: -alone[hub]), strict=True))
+        ordered.append(tuple(hub_of[cell] for cell in range(len(column))))
+        owned = [count + alone[hub] for count, hub in zip(owned, ordered[-1], strict=True)]
+    return ordered
 
 
 def _regions(members: Sequence[Member], reducers: Sequence[int]) -> Cells | None:

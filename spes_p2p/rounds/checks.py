@@ -48,7 +48,7 @@ def checkers(commit: Commit, rule: str) -> Mapping[str, str]:
 def disputed(recent: Sequence[Commit], announcements: Mapping[str, Announcement], rule: str) -> frozenset[str]:
     """Return the members that say of a reducer that it did not show its inputs, and these reducers, if both announce.
 
-    Nobody can tell which of the two is to blame, so neither reduces for a while (`claims.lately_lost`): a liar that refuses
+    Nobody can tell which of the two is to blame, so neither reduces for a while (`claims.demoted`): a liar that refuses
     checks gives up what it could harm with, and one that blames others gives up as much.
 
     `recent`: the last commits, newest first.

@@ -21,14 +21,14 @@ from spes_p2p.messages.rounds import Announcement
 from spes_p2p.messages.samples import Interval
 from spes_p2p.rounds.accounting import MAX_PENDING_ROUNDS
 from spes_p2p.rounds.checks import disputed
-from spes_p2p.rounds.planned import Member
+from spes_p2p.rounds.planned import Demotion, Member
 
 BANDWIDTH_RATIO = 4.0
 """Bounds a member's bandwidth in a plan, as a multiple of the median member's. Only the member itself measures it, and an
 exaggeration makes it reduce more than its share."""
-LOST_ROUNDS, LOST_SHARE = 3, 2.0**-10
-"""A member that was lost as a reducer, stalled, or is disputed counts with this share of its bandwidth for this many rounds: it
-reduces nothing unless nobody else can, and keeps its vote."""
+LOST_ROUNDS = 3
+"""A member that was lost as a reducer, stalled, or is disputed reduces nothing for this many rounds unless nobody else can, and
+keeps its vote."""
 NEWCOMERS_WEIGHT = 0.25
 """Bounds the weight of all newcomers together in a mean, as a share of the others'."""
 LOSS_RATIO = 2.0
@@ -95,8 +95,7 @@ def clamped(
     """
     found = {peer: _with_outstanding(each, outstanding(recent, peer, config.sync.overlap), config)
              for peer, each in announcements.items()}
-    helpers, lost = recent[0].helpers, lately_lost(recent) | disputed(recent, announcements, config.admission)
-    rule = config.admission
+    helpers, rule = recent[0].helpers, config.admission
     known = {peer: each for peer, each in found.items() if standing_of(rule, peer, each.invitation, helpers) != "newcomer"}
     settled = {peer: each for peer, each in known.items() if peer in recent[0].members and each.bandwidth > 0}
     usual = min(_median(each.bandwidth for each in some.values()) for some in (settled or known or found, known or found))
@@ -105,10 +104,9 @@ def clamped(
     return {
         peer: replace(
             each,
-            bandwidth=min(
-                each.bandwidth if peer in helpers else usual * (BANDWIDTH_RATIO if peer in settled or not settled else 1),
-                each.bandwidth,
-            ) * (LOST_SHARE if peer in lost else 1),
+            bandwidth=each.bandwidth if peer in helpers else min(
+                each.bandwidth, usual * (BANDWIDTH_RATIO if peer in settled or not settled else 1)
+            ),
             loss=min(each.loss, highest),
         )
         for peer, each in found.items()
@@ -156,11 +154,17 @@ def _cut(weights: list[int], whom: Collection[int], most: int) -> None:
         weights[i] = min(weights[i], size)
 
 
-def lately_lost(recent: Sequence[Commit]) -> frozenset[str]:
-    """Return the members that one of the last LOST_ROUNDS commits names as lost, or as disputed."""
-    return frozenset(
-        commit.members[i] for commit in recent[:LOST_ROUNDS] for named in (*commit.lost, commit.disputed) for i in named
-    )
+def demoted(recent: Sequence[Commit], announcements: Mapping[str, Announcement], rule: str) -> dict[str, Demotion]:
+    """Return the members that reduce nothing in the next round while others can, and why.
+
+    One of the last LOST_ROUNDS commits names them, or the announcements dispute them. `recent`: the last commits, newest first.
+    `rule`: `admission` of the campaign.
+    """
+    found: dict[str, Demotion] = dict.fromkeys(disputed(recent, announcements, rule), "disputed")
+    for commit in recent[:LOST_ROUNDS]:
+        found.update((commit.members[i], "disputed") for i in commit.disputed)
+        found.update((commit.members[i], "lost") for lost in commit.lost for i in lost)
+    return found
 
 
 def longest_of_stranger(work: Outstanding, experts: int = 0) -> int:

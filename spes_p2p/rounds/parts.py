@@ -17,6 +17,8 @@ from spes_p2p.rounds.remembered import remembered
 
 DELEGATION_RATIO = 1.5
 """Owners delegate parts when the busiest link takes this many times the least possible: less is an error of measurement."""
+HUBS_DELEGATION_RATIO = 1.1
+"""Owners that are hubs delegate when the busiest hub otherwise takes this many times as long."""
 PART_BYTES = 2**19
 """Bounds the encoded bytes of a part. On the slowest permitted link (1 Mbit/s) a part takes 4.2 s, so heartbeats queued behind
 it arrive within the default silence_s of 10 s. Smaller parts cost more messages."""
@@ -142,7 +144,7 @@ def part_table(
     least max(own updates / own bandwidth, all bytes sent / all bandwidth). Members delegate if the longest time exceeds
     DELEGATION_RATIO times that bound, as long as it gets shorter.
 
-    A large round has cells: parts go to columns of hubs by the same rule (`cells.py`, `_Columns`).
+    A large round has cells: parts go to columns of hubs (`cells.py`, `_Columns`).
 
     If no member may reduce, there are no parts. Nor are there parts of an expert that only newcomers trained: its base keeps
     its values.
@@ -315,10 +317,11 @@ def _contributors(members: tuple[Member, ...], group: Group) -> tuple[int, ...]:
 def _reducers(members: tuple[Member, ...], lost: Collection[int] = ()) -> list[int]:
     """Return the members that may reduce: no newcomers, and proven strangers only where there is nobody else.
 
-    Members with bandwidth 0 cannot be dialled and reduce nothing.
+    Neither do members that are demoted, while others are left. Members with bandwidth 0 cannot be dialled and reduce nothing.
     """
     able = [i for i, member in enumerate(members) if member.bandwidth > 0 and member.standing != "newcomer" and i not in lost]
-    return [i for i in able if members[i].standing != "proven"] or able
+    able = [i for i in able if members[i].standing != "proven"] or able
+    return [i for i in able if not members[i].demoted] or able
 
 
 class _Links:
@@ -383,93 +386,87 @@ class _Links:
 
 
 class _Columns:
-    """The load of each column of hubs, in seconds of its slowest hub's line."""
+    """The load of each hub's line."""
 
     def __init__(self, members: tuple[Member, ...], cells: Cells):
-        self._cells, self._members, self._largest = cells, members, cells.largest
-        self._rates = [min(members[hub].bandwidth for hub in column) for column in cells.columns]
-        self._busy_s = [0.0] * len(cells.columns)
-        self._rooted = Counter[int]()
-        """Bytes of the parts that each hub reduces."""
-        self._place = {hub: place for place, column in enumerate(cells.columns) for hub in column}
+        self._cells, self._members = cells, members
+        self._sizes = Counter(cells.of)
+        self._column_of = {hub: column for column, hubs in enumerate(cells.columns) for hub in hubs}
+        self._busy_s: dict[int, float] = {}
+        """Seconds in which each hub sends."""
+        self._ways: dict[tuple[tuple[int, ...], Codec], tuple[tuple[int, ...], bool]] = {}
 
     def table(self, parts: Sequence[Part]) -> tuple[Part, ...]:
         """Return the parts with their reducers and hubs.
 
-        A sole contributor that is a hub reduces its parts. In columns that are then busier than others it pushes some to the
-        hub of its cell in another column, and that column sends the copies. Some sums over several cells have no hubs: in a
-        sparse codec, where what is left out of a cell's mean would be lost, and where only all contributors together are enough
-        to tell one that stands out.
+        A sole contributor that is a hub reduces its parts, unless the busiest hub would then send for much longer: then it
+        pushes them to the hubs of its cell, each of which reduces some. Some sums over several cells have no hubs: in a sparse
+        codec, where what is left out of a cell's mean would be lost, and where only all contributors together are enough to
+        tell one that stands out.
         """
-        columns: dict[int, int] = {}
-        own = [part for part in parts if len(part.contributors) == 1]
+        (kept, kept_s), (delegated, delegated_s) = self._taken(parts, True), self._taken(parts, False)
+        taken = kept if kept_s <= HUBS_DELEGATION_RATIO * delegated_s else delegated
+        return tuple(self._placed(part, *taken[part.index]) for part in parts)
+
+    def _taken(self, parts: Sequence[Part], keeps: bool) -> tuple[dict[int, tuple[int, int]], float]:
+        """Return each part's column and reducer, and for how long the busiest hub then sends.
+
+        `keeps`: sole contributors that are hubs reduce their parts.
+        """
         self._count_updates(parts)
-        for part in own:
-            columns[part.index] = self._take(part, self._place.get(part.contributors[0]))
-        for part in parts:
-            if part.index not in columns:
-                columns[part.index] = self._take(part, None)
-        self._delegate([part for part in own if part.contributors[0] in self._place], columns)
-        return tuple(self._placed(part, columns[part.index]) for part in parts)
-
-    def _seconds(self, part: Part, column: int) -> float:
-        """Return for how long a hub of a column sends copies of a part to its cell, and its cell's mean to the reducer."""
-        return self._largest * part.encoded_bytes / self._rates[column]
-
-    def _take(self, part: Part, column: int | None) -> int:
-        """Assign a part to this column, or the least busy one; return it."""
-        if column is None:
-            column = min(range(len(self._rates)), key=lambda j: (self._busy_s[j] + self._seconds(part, j), j))
-        self._busy_s[column] += self._seconds(part, column)
-        return column
+        taken: dict[int, tuple[int, int]] = {}
+        for part in sorted(parts, key=lambda part: len(part.contributors) > 1):
+            own = self._column_of.get(part.contributors[0]) if keeps and len(part.contributors) == 1 else None
+            columns = range(len(self._cells.columns)) if own is None else (own,)
+            column = min(columns, key=lambda column: (self._then_s(part, column), column))
+            root, sends_s = self._sends_s(part, column)
+            taken[part.index] = column, root
+            for hub, more_s in sends_s.items():
+                self._busy_s[hub] += more_s
+        return taken, max(self._busy_s.values())
 
     def _count_updates(self, parts: Sequence[Part]) -> None:
         """Count the time in which hubs send their own updates."""
         own = Counter[int]()
         for part, size in _alike(parts):
             own.update(dict.fromkeys(part.contributors, size))
-        for place, column in enumerate(self._cells.columns):
-            self._busy_s[place] = max(own[hub] / self._members[hub].bandwidth for hub in column)
+        self._busy_s = {hub: own[hub] / self._members[hub].bandwidth for hub in self._column_of}
 
-    def _delegate(self, own: Sequence[Part], columns: dict[int, int]) -> None:
-        """Move parts of sole contributors from the busiest columns to the least busy ones, in place."""
-        left: dict[int, list[Part]] = {}
-        for part in _in_turns(own):
-            left.setdefault(columns[part.index], []).append(part)
-        while left.get(busiest := max(range(len(self._busy_s)), key=lambda j: (self._busy_s[j], -j))):
-            part = left[busiest].pop()
-            seconds = self._seconds(part, busiest)
-            self._busy_s[busiest] -= seconds
-            columns[part.index] = self._take(part, None)
-            if self._busy_s[columns[part.index]] >= self._busy_s[busiest] + seconds:
-                break
+    def _way(self, part: Part) -> tuple[tuple[int, ...], bool]:
+        """Return the contributors' cells, ascending, and whether all members exchange with the reducer instead of hubs."""
+        key = part.contributors, part.codec
+        if key not in self._ways:
+            counts = Counter(self._cells.of[i] for i in part.contributors)
+            too_few = min(counts.values()) < ENOUGH_TO_CLIP <= len(part.contributors)
+            self._ways[key] = tuple(sorted(counts)), len(counts) > 1 and (part.codec.leaves_out or too_few)
+        return self._ways[key]
 
-    def _placed(self, part: Part, column: int) -> Part:
-        """Return the part with its reducer in this column."""
-        hubs, cell_of = self._cells.columns[column], self._cells.of
-        cells = sorted({cell_of[i] for i in part.contributors})
-        fewest = min(Counter(cell_of[i] for i in part.contributors).values())
-        if len(cells) > 1 and (part.codec.leaves_out or fewest < ENOUGH_TO_CLIP <= len(part.contributors)):
-            return replace(part, reducer=self._root(part, hubs))
+    def _sends_s(self, part: Part, column: int) -> tuple[int, dict[int, float]]:
+        """Return the least busy possible reducer in a column, and for how long each hub sends for the part.
+
+        A hub sends copies to its cell, and its cell's mean to the reducer, which sends copies to the other hubs.
+        """
+        hubs, (cells, is_direct) = self._cells.columns[column], self._way(part)
+        copies = len(self._members) if is_direct else len(hubs)
+        able = hubs if is_direct else [hubs[cell] for cell in cells]
+        size, rate_of = part.encoded_bytes, {hub: self._members[hub].bandwidth for hub in hubs}
+        root = min(able, key=lambda hub: (self._busy_s[hub] + (copies - 1) * size / rate_of[hub], hub))
+        sends_s = {} if is_direct else {hub: self._sizes[cell] * size / rate_of[hub] for cell, hub in enumerate(hubs)}
+        sends_s[root] = sends_s.get(root, 0.0) + (copies - 1) * size / rate_of[root]
+        return root, sends_s
+
+    def _then_s(self, part: Part, column: int) -> float:
+        """Return for how long the busiest hub of a column sends if it takes the part."""
+        _, sends_s = self._sends_s(part, column)
+        return max(self._busy_s[hub] + more_s for hub, more_s in sends_s.items())
+
+    def _placed(self, part: Part, column: int, reducer: int) -> Part:
+        """Return the part with its reducer and hubs."""
+        hubs, (cells, is_direct) = self._cells.columns[column], self._way(part)
+        if is_direct:
+            return replace(part, reducer=reducer)
         summing = tuple(sorted(hubs[cell] for cell in cells)) if len(cells) > 1 else ()
-        reducer = self._root(part, summing or (hubs[cells[0]],))
-        return replace(part, reducer=reducer, hubs=hubs, summing=summing, cell_of=cell_of)
-
-    def _root(self, part: Part, hubs: Sequence[int]) -> int:
-        """Return the hub whose line then reduces for the shortest time."""
-        root = min(hubs, key=lambda hub: ((self._rooted[hub] + part.encoded_bytes) / self._members[hub].bandwidth, hub))
-        self._rooted[root] += part.encoded_bytes
-        return root
-
-
-def _in_turns(parts: Sequence[Part]) -> list[Part]:
-    """Return parts of sole contributors such that each contributor has one, then each another."""
-    seen = Counter[int]()
-    turns = []
-    for part in parts:
-        turns.append((seen[part.contributors[0]], part.index))
-        seen[part.contributors[0]] += 1
-    return [part for _, part in sorted(zip(turns, parts, strict=True), key=lambda each: each[0])]
+        return replace(part, reducer=reducer, hubs=hubs, summing=summing, cell_of=self._cells.of)
 
 
 def mask_bytes(members: int) -> int:

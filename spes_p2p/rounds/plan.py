@@ -21,7 +21,7 @@ from spes_p2p.messages.rounds import Announcement, Proposal
 from spes_p2p.messages.samples import Cursor, Interval
 from spes_p2p.rounds.audits import can_be_audited, convicted_by, drawn_work, still_convicted, verdicts_of
 from spes_p2p.rounds.checks import disputed
-from spes_p2p.rounds.claims import bounded_strangers, clamped
+from spes_p2p.rounds.claims import bounded_strangers, clamped, demoted
 from spes_p2p.rounds.gate import barred
 from spes_p2p.rounds.merge import merge_alpha
 from spes_p2p.rounds.ownership import Owners, assign_experts, guard_experts
@@ -122,7 +122,8 @@ def make_plan(
     places = regions_of(announcements, commit.members, commit.round + 1)
     members = tuple(_member(peer, announcements[peer], standings[peer], commit, rules, places[peer]) for peer in peers)
     if config.sync.bound_influence:
-        members = bounded_strangers(members)
+        why = demoted(recent, announcements, config.admission)
+        members = bounded_strangers([replace(member, demoted=why.get(member.peer, "")) for member in members])
     drawn = tuple(sorted(drawn_work(recent, services, config)))
     verdicts = verdicts_of(announcements, members, recent, drawn)
     tokens = sum(member.tokens for member in members)

@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Literal
 
 from spes_p2p.consensus.control import is_banned
 from spes_p2p.messages.admission import Standing
 from spes_p2p.messages.consensus import Verdict
 from spes_p2p.messages.rounds import Proposal
 from spes_p2p.messages.samples import Cursor, Interval
+
+Demotion = Literal["", "lost", "disputed"]
+"""Why a member reduces nothing while others can (`claims.demoted`); empty: it may reduce."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +43,7 @@ class Member:
     name: str = ""
     team: str = ""
     place: Place = Place()
+    demoted: Demotion = ""
 
     @property
     def is_stranger(self) -> bool:
