@@ -62,6 +62,28 @@ def test_the_records_of_a_round_of_64_take_little_of_the_coordinators_memory(mon
     assert found["peak"] < 1.8
 
 
+@pytest.mark.slow
+def test_a_peer_writes_about_what_a_round_changed_and_restarts_with_the_same_base(tmp_path: Path) -> None:
+    command = [str(ROOT / "tools/bench"), "state", "--billions", "0.02", "--rounds", "2", "--json", "--folder", str(tmp_path)]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+    report = json.loads(ended.stdout)
+    assert report["digest"] == report["digest_after_restart"]
+    assert report["parameters"] == pytest.approx(0.02e9, rel=0.2)
+    assert report["state_bytes"] >= 4 * report["parameters"]
+    assert report["changed_bytes"] > 2 * report["state_bytes"], "base, moments and pending work in each of two rounds"
+    if report["written_bytes"]:  # none in a folder in memory
+        assert report["written_over_changed"] == pytest.approx(report["written_bytes"] / report["changed_bytes"], abs=1e-3)
+        assert 0.5 < report["written_over_changed"] < 2
+    operations = report["operations"]
+    assert set(operations) == {
+        "announce", "receive", "stage", "apply", "merge", "save", "restart", "reduce 4", "reduce 16", "reduce 64",
+    }
+    assert all(each["seconds"] and min(each["seconds"]) > 0 for each in operations.values())
+    assert report["longest_stall_s"] == max(each["longest_stall_s"] for each in operations.values()) > 0
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.fixture(scope="module")
 def bench() -> ModuleType:
     return tool("benchmarks")

@@ -402,6 +402,7 @@ BAD_COMMANDS: dict[str, tuple[Callable[[Place], list[str]], tuple[str, ...]]] = 
         lambda p: ["me", str(p.folder), "--data-dir", str(p.folder / "none")], ("--data-dir", "none: no such folder")),
     "generate nothing": (lambda p: ["generate"], ("a checkpoint folder, --from",)),
     "generate both": (lambda p: ["generate", str(p.folder), "--from", NOBODY], ("a checkpoint folder, --from",)),
+    "generate dtype": (lambda p: ["generate", str(p.folder), "--dtype", "fp16"], ("--dtype fp16: must be bf16 or fp32",)),
     "generate no tokens": (lambda p: ["generate", str(p.folder), "--max-new-tokens", "0"], ("--max-new-tokens 0: must be",)),
     "generate too hot": (lambda p: ["generate", str(p.folder), "--temperature", "-1"], ("--temperature -1.0", "from 0 to 10")),
     "generate device": (lambda p: ["generate", str(p.folder), "--device", "tpu"], ("--device tpu", "cpu or cuda")),

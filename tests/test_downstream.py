@@ -17,7 +17,9 @@ import pytest
 from network_swarm import LocalPeers, call, write_variant
 from observed_events import ROUNDS, assembly, commit, shown, status_after
 
-from spes_p2p.config.campaign import EvaluationConfig, PeerConfig, load_campaign_config
+from spes_p2p.campaign.room import Device
+from spes_p2p.client.doctor import tasks_check
+from spes_p2p.config.campaign import CampaignConfig, EvaluationConfig, PeerConfig, load_campaign_config, make_peer_config
 from spes_p2p.errors import UserError
 from spes_p2p.messages.codec import WireError, pack, unpack
 from spes_p2p.messages.presence import PeerStatus, RoundRecord
@@ -26,10 +28,14 @@ from spes_p2p.observe.events import Event, PromptsContinued, RoundCommitted, Tas
 from spes_p2p.observe.history import History, read_rounds
 from spes_p2p.observe.rounds import Rounds
 from spes_p2p.observe.swarm_status import swarm_status
-from spes_p2p.session.downstream import Evaluations, evaluate_tasks, read_continuations, read_results
+from spes_p2p.session.downstream import Evaluations, evaluate_tasks, evaluations_of, read_continuations, read_results
+from spes_p2p.session.evaluation_room import EvaluationRoom, evaluation_room
+from spes_p2p.session.resources import resources_on
 
 ROOT = Path(__file__).resolve().parents[1]
 WRITTEN = PromptsContinued(4, (" was old.", " and then"))
+ROOM = EvaluationRoom("bf16", 1, 2 * 10**9, 10**9)
+GB = 10**9
 FOUND = TasksEvaluated(4, (("piqa", "acc", 0.5, 0.025), ("piqa", "acc_norm", 0.25, math.nan)))
 
 
@@ -117,18 +123,71 @@ def test_prompts_are_continued_where_tasks_fail(caplog: pytest.LogCaptureFixture
     assert (events, caplog.messages) == ([WRITTEN], ["evaluating tasks failed: no such data"])
 
 
+def recipe(**evaluation: Any) -> CampaignConfig:
+    config = load_campaign_config(ROOT / "configs" / "9b.yaml")
+    return config.model_copy(update={"evaluation": EvaluationConfig(**evaluation)})
+
+
+@pytest.mark.parametrize(("memory_gb", "disk_gb", "dtype"), [(200, 200, "fp32"), (200, 40, "bf16"), (64, 200, "bf16")])
+def test_a_large_model_is_evaluated_in_bf16_where_float32_would_take_over_half_of_what_is_free(
+    memory_gb: int, disk_gb: int, dtype: str
+) -> None:
+    config, parameters = recipe(tasks=("piqa",)), 9 * GB
+    room = evaluation_room(config, parameters, memory_gb * GB, disk_gb * GB)
+    assert (room.dtype, room.disk) == (dtype, parameters * (4 if dtype == "fp32" else 2))
+    assert room.disk < room.memory <= memory_gb * GB
+    assert room.batch_size == 1, "the logits of 4096 tokens take gigabytes"
+    (check,) = tasks_check(config, memory_gb * GB, disk_gb * GB)
+    assert (check.result, check.values["dtype"]) == ("pass", dtype)
+
+
+@pytest.mark.parametrize(("memory_gb", "disk_gb"), [(20, 200), (200, 17), (-5, -5)])
+def test_tasks_are_not_offered_in_one_line_where_memory_or_disk_lack(
+    memory_gb: int, disk_gb: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    config, settings = recipe(tasks=("piqa",)), PeerConfig(run_dir=ROOT, evaluate_tasks=True)
+    evaluations = evaluations_of(config, settings, 9 * GB, memory_gb * GB, disk_gb * GB)
+    evaluations.observe(commit(config.evaluation.every_rounds))
+    assert not evaluations._due.is_set()
+    (message,) = caplog.messages
+    assert message.startswith("--evaluate-tasks: not offered, since evaluating tasks and prompts takes ")
+    assert "18.0 GB of disk, in bf16, and this peer leaves " in message
+    (check,) = tasks_check(config, memory_gb * GB, disk_gb * GB)
+    assert (check.result, check.found.startswith("--evaluate-tasks is not for this machine: ")) == ("pass", True)
+
+
+def test_what_an_evaluation_takes_is_said_before_training(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "spes_p2p")
+    config, settings = recipe(prompts=("The",)), PeerConfig(run_dir=ROOT, evaluate_tasks=True)
+    evaluations = evaluations_of(config, settings, 9 * GB, 64 * GB, 64 * GB)
+    evaluations.observe(commit(config.evaluation.every_rounds))
+    assert evaluations._due.is_set()
+    assert caplog.messages == [f"evaluating tasks and prompts takes up to {evaluation_room(config, 9 * GB, 64 * GB, 64 * GB)}"]
+    assert tasks_check(recipe(), 64 * GB, 64 * GB) == []
+
+
+def test_training_itself_comes_before_evaluations() -> None:
+    config = load_campaign_config(ROOT / "configs" / "1b.yaml")
+    on_gpu = resources_on(Device("cuda", 24 * GB, host_memory=64 * GB), make_peer_config(run_dir=ROOT, base="disk"), config)
+    on_cpu = resources_on(Device("cpu", 64 * GB), make_peer_config(run_dir=ROOT, base="disk", experts=1), config)
+    assert 0 < 64 * GB - on_gpu.left_memory(config) < GB
+    assert 64 * GB - on_cpu.left_memory(config) > on_cpu.choice.device.total
+    with_bases = resources_on(Device("cuda", 24 * GB, host_memory=64 * GB), make_peer_config(run_dir=ROOT, base="ram"), config)
+    assert on_gpu.left_memory(config) - with_bases.left_memory(config) > 10 * GB
+
+
 @pytest.mark.long
 def test_the_process_that_fails_gives_its_reason_and_leaves_nothing(tmp_path: Path) -> None:
     config = EvaluationConfig(tasks=("arc_easyy",))
     with pytest.raises(UserError, match=r"^unknown task 'arc_easyy'; did you mean"):
-        asyncio.run(evaluate_tasks(config, PeerConfig(run_dir=tmp_path)))
+        asyncio.run(evaluate_tasks(config, PeerConfig(run_dir=tmp_path), ROOM))
     assert list(tmp_path.iterdir()) == []
 
 
 def test_an_evaluation_that_is_cancelled_leaves_nothing(tmp_path: Path) -> None:
     async def cancel() -> None:
         config, settings = EvaluationConfig(tasks=("piqa",)), PeerConfig(run_dir=tmp_path)
-        evaluation = asyncio.ensure_future(evaluate_tasks(config, settings))
+        evaluation = asyncio.ensure_future(evaluate_tasks(config, settings, ROOM))
         while not evaluators(psutil.Process().children()):
             assert not evaluation.done()
             await asyncio.sleep(0.01)

@@ -46,6 +46,12 @@ def test_the_likeliest_continuation_is_that_of_transformers(checkpoint: Path) ->
     assert written(Continuation(checkpoint, "cpu"), "The house", 8) == text
 
 
+def test_weights_are_rounded_on_request(checkpoint: Path) -> None:
+    rounded, own = Continuation(checkpoint, "cpu", "bf16"), Continuation(checkpoint, "cpu")
+    assert (rounded._model.dtype, own._model.dtype) == (torch.bfloat16, torch.float32)
+    written(rounded, "The house", 3)
+
+
 def test_a_continuation_ends_with_the_context_and_a_prompt_that_fills_it_is_refused(checkpoint: Path) -> None:
     continuation = Continuation(checkpoint, "cpu")
     tokenizer, context = AutoTokenizer.from_pretrained(checkpoint), continuation._context

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import runpy
 import sys
@@ -14,12 +15,13 @@ import pytest
 import torch
 from model_shapes import tiny_campaign, tiny_model, tiny_training
 from network_swarm import Ended, call
+from rich.console import Console
 from torch.profiler import ProfilerActivity, profile
 
 from spes_p2p.campaign import free_memory
 from spes_p2p.campaign.free_memory import meminfo_bytes
 from spes_p2p.campaign.host_memory import PROGRAM_BYTES, host_bytes
-from spes_p2p.campaign.plan_table import join_flags
+from spes_p2p.campaign.plan_table import join_flags, plan_json, render_plan
 from spes_p2p.campaign.planner import alternatives, bootstrap_disk_bytes, disk_bytes, plan_peer, round_traffic, written_bytes
 from spes_p2p.campaign.room import Device, find_room, needed_bytes
 from spes_p2p.client import local_swarm
@@ -38,6 +40,7 @@ from spes_p2p.model.build import build_model, empty_model, initial_state, layout
 from spes_p2p.model.formats import StoredFormat
 from spes_p2p.model.memory import DeviceBytes, ForwardBackwardPass, Setup, device_bytes, shared_elements, tensor_moment_bytes
 from spes_p2p.model.partitioned import PartitionedExperts
+from spes_p2p.observe.units import human_bytes
 from spes_p2p.rounds.codecs import CODECS, group_codecs
 from spes_p2p.rounds.outer import base_size
 from spes_p2p.rounds.results import KEPT_ROUNDS
@@ -426,6 +429,14 @@ def test_a_base_in_memory_is_written_every_fourth_round_and_a_rounds_arrays_neve
     assert (files.checkpoint, files.results) == (memory.checkpoint, memory.results)
     assert files.scratch > 0 == memory.scratch
     assert memory.campaign == 500 * memory.total < files.campaign
+    arrays = written_bytes(config, choice, arrays_in_memory=True)
+    assert arrays == replace(files, scratch=0)
+    plan = plan_peer(config, Device("cuda", 24 * GIB), 1e8, None, "")
+    assert plan_json(plan)["written_with_arrays"]["campaign"] == arrays.campaign
+    shown = io.StringIO()
+    Console(width=500, file=shown).print(render_plan(plan))
+    told = shown.getvalue()
+    assert f"with a round's arrays in memory {human_bytes(arrays.total)} a round, {human_bytes(arrays.campaign)} in 500" in told
 
 
 @pytest.mark.parametrize(("asked", "free_gib", "bases", "arrays"), [

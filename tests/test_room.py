@@ -19,18 +19,21 @@ from model_shapes import tiny_campaign, tiny_model, tiny_training
 from sample_text import write_test_campaign
 
 from spes_p2p.campaign.files import read_campaign
-from spes_p2p.campaign.free_memory import choose_devices, has_active_display
+from spes_p2p.campaign.free_memory import choose_devices, has_active_display, measured
 from spes_p2p.campaign.host_memory import host_bytes
 from spes_p2p.campaign.planner import plan_peer
 from spes_p2p.campaign.room import DISPLAY_BYTES, HOST_RESERVED_BYTES, Device, choices, find_room, needed_bytes
 from spes_p2p.campaign.speed import costs_of, step_seconds
+from spes_p2p.client.doctor import device_check
 from spes_p2p.config.campaign import Campaign, CampaignConfig, PeerConfig, load_campaign_config, make_peer_config
 from spes_p2p.config.quantities import parse_bytes, parse_spare
 from spes_p2p.errors import UserError
 from spes_p2p.messages.samples import Interval
+from spes_p2p.model.backends import choose_backend
 from spes_p2p.model.build import initial_state, layout_of
 from spes_p2p.model.memory import Setup, device_bytes
-from spes_p2p.session.resources import disk_space, require_disk, resources_on
+from spes_p2p.session.resources import choose_resources, disk_space, require_disk, resources_on
+from spes_p2p.session.run import tell_room
 from spes_p2p.testing.simulate.swarm import VirtualSwarm, campaign, simulate
 from spes_p2p.training.device import bound_memory
 from spes_p2p.training.interface import Phase, PhaseReport
@@ -40,6 +43,8 @@ from spes_p2p.training.trainer import TorchTrainer
 ROOT = Path(__file__).parents[1]
 GIB = 2**30
 CARDS = [("1b", 8), ("7b", 16), ("9b", 24)]
+FREE_ON_CARDS = [("1b", 7.6), ("7b", 15.5), ("9b", 23.2)]
+"""What is free on such a card after driver and CUDA context."""
 
 
 def recipe(name: str) -> CampaignConfig:
@@ -60,6 +65,55 @@ def test_every_recipe_owns_an_expert_on_the_card_it_is_meant_for(name: str, gib:
     choice = find_room(config, device, "x")
     assert choice.setup.owned >= 1
     assert needed_bytes(config, device, choice) <= device.memory
+
+
+@pytest.mark.parametrize("drives_display", [False, True])
+@pytest.mark.parametrize(("name", "free_gib"), FREE_ON_CARDS)
+def test_so_it_does_on_what_such_a_card_really_has_free(name: str, free_gib: float, drives_display: bool) -> None:
+    config = recipe(name)
+    device = card(free_gib, host_memory=32 * GIB, has_context=True, drives_display=drives_display)
+    choice = resources_on(device, settings(), config).choice
+    assert choice.setup.owned >= 1
+    left = device.memory - choice.device.total
+    worst_measured = 0.014 * choice.device.total
+    assert left >= 0.5 * GIB + worst_measured + DISPLAY_BYTES * drives_display
+
+
+def test_driver_and_context_are_not_counted_twice_where_memory_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    have_gpus(monkeypatch, 2)
+    free = {0: (22 * GIB, 24 * GIB), 1: (23 * GIB, 24 * GIB)}
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: free[device.index])
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=f"GPU-{device.index}"))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
+    alone, both = (measured([torch.device("cuda", index) for index in indices]) for indices in ((1,), (0, 1)))
+    assert (alone.memory, alone.has_context, both.memory, both.has_context) == (23 * GIB, True, 22 * GIB, False)
+    nominal = card(23).reserved
+    assert alone.reserved < nominal
+    assert alone.at_most(80 * GIB) == alone
+    assert alone.at_most(12 * GIB).reserved == card(12).reserved, "others take the rest, and the context is a part of it"
+
+
+@pytest.mark.parametrize(("capability", "warning"), [
+    ((8, 0), ""),
+    ((7, 5), "no native bf16 on Old Card (compute capability 7.5): experts are computed one after the other (eager), in "
+             "emulated bf16; expect slow steps"),
+])
+def test_join_and_doctor_warn_of_a_gpu_without_bf16(
+    capability: tuple[int, int], warning: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    have_gpus(monkeypatch, 1)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (80 * GIB, 80 * GIB))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="GPU-0"))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Old Card")
+    config = recipe("1b")
+    resources = choose_resources(choose_devices("0"), settings(), config)
+    backend = choose_backend("auto", torch.device("cuda", 0), 768, 2048)
+    assert (backend.name == "eager") == bool(warning)
+    tell_room(resources)
+    assert [message for message in caplog.messages if "room for" not in message] == [warning] * bool(warning)
+    check = device_check(resources, settings(), config)
+    assert (check.result, check.advice) == (("warning", warning) if warning else ("pass", ""))
 
 
 def test_join_and_plan_choose_the_same() -> None:

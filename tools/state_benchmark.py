@@ -108,6 +108,9 @@ def main() -> int:
         print_table(report)
         if arguments.json is not None:
             Path(arguments.json).write_text(json.dumps(report, indent=2) + "\n")
+    if report["digest"] != report["digest_after_restart"]:
+        print("error: the restart has another base than the peer that died", file=sys.stderr)
+        return 1
     return 0
 
 
@@ -244,13 +247,13 @@ async def measure(
     gc.collect()
     async with meter.measured("restart"):
         await peer.restart()
-    assert peer.replica.base.digest == digest
+    restarted = peer.replica.base.digest
     for contributors in CONTRIBUTORS:
         async with meter.measured(f"reduce {contributors}"):
             await reduce_parts(contributors, folder)
     return {
         "parameters": layout.size, "state_bytes": 4 * base_size(layout, config.outer), "rounds": rounds,
-        "base": base,
+        "base": base, "digest": digest, "digest_after_restart": restarted,
         "owned": f"{OWNED} of {EXPERTS} experts", "cores": os.cpu_count(), "threads": peer.world.threads,
         "longest_stall_s": max(each["longest_stall_s"] for each in meter.operations.values()),
         "written_over_changed": round(written / changed, 3), "written_bytes": written, "changed_bytes": changed,

@@ -11,6 +11,7 @@ import torch
 
 from spes_p2p.campaign.room import Device
 from spes_p2p.errors import UserError
+from spes_p2p.model.backends import FIRST_WITH_BF16
 
 MEMINFO = Path("/proc/meminfo")
 DRIVER_TIMEOUT_S = 10.0
@@ -34,7 +35,10 @@ def choose_devices(wanted: str) -> tuple[torch.device, ...]:
 
 
 def measured(devices: Sequence[torch.device]) -> Device:
-    """Return these devices, all of one kind, as one with the least of their free memory; on a CPU they share the machine's."""
+    """Return these devices, all of one kind, as one with the least of their free memory; on a CPU they share the machine's.
+
+    Measuring makes this process's CUDA context. Each of several devices is trained on by a process that makes one of its own.
+    """
     meminfo = MEMINFO.read_text()
     available = meminfo_bytes(meminfo, "MemAvailable")
     has_adamw8bit = importlib.util.find_spec("torchao") is not None
@@ -47,7 +51,15 @@ def measured(devices: Sequence[torch.device]) -> Device:
     return Device(
         "cuda", free, ranks=len(devices), host_memory=available, has_adamw8bit=has_adamw8bit,
         drives_display=any(has_active_display(listing, uuid) for uuid in uuids), total=total,
+        has_context=len(devices) == 1, without_bf16=next(filter(None, map(_without_bf16, devices)), ""),
     )
+
+
+def _without_bf16(device: torch.device) -> str:
+    capability = torch.cuda.get_device_capability(device)
+    if capability >= FIRST_WITH_BF16:
+        return ""
+    return f"{torch.cuda.get_device_name(device)} (compute capability {capability[0]}.{capability[1]})"
 
 
 def has_active_display(listing: str, uuid: str) -> bool:

@@ -27,7 +27,8 @@ def plan_json(plan: PeerPlan) -> dict[str, Any]:
     values["host"]["total"], values["disk"]["total"] = plan.host.total, plan.disk.total
     values["host_with_base"]["total"] = plan.host_with_base.total
     values["bootstrap_disk"]["total"] = plan.bootstrap_disk.total
-    for name, written in (("written", plan.written), ("written_with_base", plan.written_with_base)):
+    for name in ("written", "written_with_arrays", "written_with_base"):
+        written: WrittenBytes = getattr(plan, name)
         values[name] |= {"total": written.total, "campaign": written.campaign}
     values["target"]["reserved"] = plan.target.reserved
     values["join_with"] = join_flags(plan.choice.setup)
@@ -57,7 +58,8 @@ def render_plan(plan: PeerPlan) -> Table:
     table.add_row("host memory", f"{_sizes(plan.host)}; with --base ram {with_base}; what else is free speeds up the disk")
     table.add_row("disk", f"{_sizes(plan.disk)}; fetched text comes on top, at most --token-cache")
     table.add_row("a bootstrap peer's", f"{_sizes(plan.bootstrap_disk)}")
-    table.add_row("written", f"{_written(plan.written)}; with --base ram {_written(plan.written_with_base)}")
+    in_memory = f"with a round's arrays in memory {_written(plan.written_with_arrays)}"
+    table.add_row("written", f"{_written(plan.written)}; {in_memory}; with --base ram {_written(plan.written_with_base)}")
     traffic = plan.traffic
     alike = f"{traffic.peers} peers alike, {traffic.owned} experts each"
     if traffic.owned_by_anyone < plan.num_experts:

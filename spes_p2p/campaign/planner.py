@@ -143,6 +143,8 @@ class PeerPlan:
     bootstrap_disk: DiskBytes
     """Disk of a bootstrap peer with the default archive."""
     written: WrittenBytes
+    written_with_arrays: WrittenBytes
+    """With a round's arrays in memory and bases in files, which `join --base auto` chooses where memory suffices for that."""
     written_with_base: WrittenBytes
     """With `join --base ram`."""
     traffic: Traffic
@@ -174,6 +176,7 @@ def plan_peer(config: CampaignConfig, target: Device, bits_per_second: float, pe
         disk=disk_bytes(config, choice),
         bootstrap_disk=bootstrap_disk_bytes(config, PeerConfig.model_fields["archive_keep"].default),
         written=written_bytes(config, choice),
+        written_with_arrays=written_bytes(config, choice, arrays_in_memory=True),
         written_with_base=written_bytes(config, choice, base_in_memory=True),
         traffic=round_traffic(config, choice.setup.owned, peers or _enough_peers(config, choice.setup.owned), bits_per_second),
     )
@@ -192,8 +195,10 @@ def disk_bytes(config: CampaignConfig, choice: Choice, arrays_in_memory: bool = 
     )
 
 
-def written_bytes(config: CampaignConfig, choice: Choice, base_in_memory: bool = False) -> WrittenBytes:
-    """Return what a trainer writes to its disk."""
+def written_bytes(
+    config: CampaignConfig, choice: Choice, base_in_memory: bool = False, arrays_in_memory: bool = False
+) -> WrittenBytes:
+    """Return what a trainer writes to its disk. A round's arrays are in memory also where bases are."""
     layout = sizes_of(config.model)
     base = 4 * base_size(layout, config.outer)
     # An update is written when it is announced, and again where it is replaced by what was sent.
@@ -202,7 +207,7 @@ def written_bytes(config: CampaignConfig, choice: Choice, base_in_memory: bool =
         base=base // KEPT_ROUNDS if base_in_memory else base,
         checkpoint=choice.device.moments + choice.device.weights,
         results=group_codecs(config.sync.codec).encoded_bytes(layout),
-        scratch=0 if base_in_memory else scratch,
+        scratch=0 if base_in_memory or arrays_in_memory else scratch,
         rounds=config.total_rounds,
     )
 

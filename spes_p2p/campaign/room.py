@@ -23,8 +23,11 @@ from spes_p2p.model.sizes import sizes_of
 from spes_p2p.observe.units import counted, human_bytes, human_bytes_up, human_count, human_memory
 
 RESERVED_BYTES = 2**29
-RESERVED_SHARE = 0.05
-"""Device memory left free: for the driver, the libraries' workspaces, and fragmentation."""
+"""Device memory left free for kernels that libraries load after the measurement, and for the allocator's fragmentation."""
+EXCESS_SHARE = 0.015
+"""Device memory left free for peaks above the formula, which were 1.4 % of it at most (docs/performance.md)."""
+CARD_SHARE = 0.05
+"""The same where the memory is a card's nominal size, of which driver and CUDA context take about 0.5 to 0.8 GiB of 24."""
 DISPLAY_BYTES = 2**29
 """Device memory left free for windows that open later, on a card that also drives a display."""
 HOST_RESERVED_BYTES = 2**30
@@ -60,27 +63,42 @@ class Device:
     host_memory: int | None = None
     """Free main memory beside a GPU; None: unknown, and not a limit."""
     drives_display: bool = False
+    without_bf16: str = ""
+    """Name and compute capability of a GPU that does not compute in bfloat16 natively."""
     has_adamw8bit: bool = True
     """Whether torchao is installed."""
     total: int = 0
     """All memory of the device, used or not; 0: as much as is free."""
     spare: int = 0
     """Bytes that the user leaves to other programs."""
+    has_context: bool = False
+    """Whether `memory` was measured in the process that trains: driver and CUDA context are no part of it."""
 
     def leaving(self, spare: Spare | None) -> Device:
         """Return the device with this left to other programs."""
         return self if spare is None else replace(self, spare=spare.of(self.total or self.memory))
 
     def at_most(self, memory: int | None) -> Device:
-        """Return the device with at most this much memory."""
-        return self if memory is None else replace(self, memory=min(self.memory, memory))
+        """Return the device with at most this much memory, of which the context is a part."""
+        return self if memory is None or memory >= self.memory else replace(self, memory=memory, has_context=False)
 
     @property
     def reserved(self) -> int:
-        """Bytes to leave free."""
+        """Bytes to leave free.
+
+        On a GPU they cover what is taken outside torch's allocator (kernels, libraries), its fragmentation, and what the
+        formula lacks; workspaces of matrix products are in the allocator's measured peaks. Where memory is not measured, they
+        also cover driver and CUDA context; on a card with a display, windows that open later.
+        """
+        share = round(self.reserved_share * self.memory) + self.spare
+        return share if self.kind == "cpu" else RESERVED_BYTES + share + DISPLAY_BYTES * self.drives_display
+
+    @property
+    def reserved_share(self) -> float:
+        """The part of `reserved` that grows with the memory, over it."""
         if self.kind == "cpu":
-            return round(0.1 * self.memory) + self.spare
-        return RESERVED_BYTES + round(RESERVED_SHARE * self.memory) + DISPLAY_BYTES * self.drives_display + self.spare
+            return 0.1
+        return EXCESS_SHARE if self.has_context else CARD_SHARE
 
 
 @dataclass(frozen=True)
@@ -228,4 +246,4 @@ def _least_memory(config: CampaignConfig, device: Device, asked: Asked, owned: i
     """Return the smallest free memory for this many experts; the reserve is a share of the memory that is looked for."""
     empty = replace(device, memory=0)
     fixed = needed_bytes(config, empty, smallest(config, empty, owned, asked))
-    return math.ceil(fixed / (1 - (RESERVED_SHARE if device.kind == "cuda" else 0.1)))
+    return math.ceil(fixed / (1 - device.reserved_share))

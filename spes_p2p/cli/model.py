@@ -20,6 +20,7 @@ from spes_p2p.storage.files import require_place, require_writable, write_whole
 
 if TYPE_CHECKING:
     from spes_p2p.client.export import Exportable
+    from spes_p2p.model.export import ExportDtype
 
 
 def export(
@@ -108,13 +109,14 @@ def generate(
     max_new_tokens: Annotated[int, typer.Option(help="Maximum number of tokens per continuation.")] = 100,
     temperature: Annotated[float, typer.Option(help="0 takes the likeliest token; 1 samples as the model says.")] = 0.8,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    dtype: Annotated[str | None, typer.Option(help="bf16 or fp32. Default: as in the checkpoint.")] = None,
     follow: Annotated[bool, typer.Option(
         "--follow", help="With --from: change to each newer base as it comes, between two prompts.")] = False,
     output: Annotated[Path | None, typer.Option(help="Also write prompts and continuations to this JSON file.")] = None,
     as_json: options.AsJson = False,
 ) -> None:
     """Continue text with a checkpoint, the base of a run-dir, or the newest base of a running swarm."""
-    from spes_p2p.client.evaluate import check_checkpoint, check_device
+    from spes_p2p.client.evaluate import check_checkpoint, check_device, check_dtype
     from spes_p2p.client.model_card import exported_round
 
     if [model_dir is None, not addresses, run_dir is None].count(False) != 1:
@@ -126,6 +128,8 @@ def generate(
     if not 0 <= temperature <= 10:
         raise UserError(f"--temperature {temperature}: must be from 0 to 10")
     check_device(device)
+    check_dtype(dtype)
+    written: ExportDtype = "bf16" if dtype == "bf16" else "fp32"
     if output is not None:
         require_place(output, "--output")
     if model_dir is not None:
@@ -135,14 +139,14 @@ def generate(
         if model_dir is None:
             made = _download_base(addresses or [], Path(folder)) if run_dir is None else _stored_base(run_dir)
             name, base_round, model_dir = made.files.campaign.config.name, made.origin.round, Path(folder) / "checkpoint"
-            made.write(model_dir)
+            made.write(model_dir, written)
             del made  # the base, which is as large as the model
             print(f"{name}, base of round {base_round}", file=sys.stderr)
         with waiting("loading the model"):
             from spes_p2p.client.export import from_swarm
             from spes_p2p.client.generate import Continuation, following, unchanging
 
-            model = Continuation(model_dir, device)
+            model = Continuation(model_dir, device, dtype)
 
         def fetch(after: int) -> Coroutine[Any, Any, Exportable]:
             return from_swarm(addresses or [], Path(folder), lambda done, size: None, after)
@@ -151,7 +155,7 @@ def generate(
             if not as_json:
                 print(text, end="", flush=True)
 
-        kept = following(fetch, Path(folder), device, base_round or 0) if follow else unchanging()
+        kept = following(fetch, Path(folder), device, base_round or 0, written) if follow else unchanging()
         told = []
         with kept as newer:
             for prompt in prompts or _typed_lines():

@@ -31,7 +31,7 @@ from spes_p2p.client.doctor_checks import (
     judge_versions,
 )
 from spes_p2p.config.addresses import DEFAULT_LISTEN, is_loopback, listen_beside, peer_of
-from spes_p2p.config.campaign import PeerConfig
+from spes_p2p.config.campaign import CampaignConfig, PeerConfig
 from spes_p2p.errors import PeerUnreachable, Refused, UserError
 from spes_p2p.messages.codec import WireError
 from spes_p2p.messages.presence import DialBack
@@ -47,7 +47,8 @@ from spes_p2p.net.rpc import RpcEndpoint
 from spes_p2p.net.transport import Libp2pTransport
 from spes_p2p.observe.json_values import to_json
 from spes_p2p.observe.units import human_bytes
-from spes_p2p.session.resources import choose_resources, disk_space
+from spes_p2p.session.evaluation_room import evaluation_room
+from spes_p2p.session.resources import Resources, choose_resources, disk_space, left_disk
 
 START_TIMEOUT_S = 30.0
 SILENCE_S = 10.0
@@ -177,22 +178,42 @@ async def _capacity(endpoint: RpcEndpoint, peers: Sequence[str], files: Campaign
         found, _, advice = str(error).partition("; ")
         return [Check("device", "failure", found, advice)]
     device, choice = resources.device, resources.choice
-    kind = device.kind if device.ranks == 1 else f"each of {device.ranks} {device.kind} devices"
-    found = f"{kind} with {human_bytes(device.memory)} free trains {resources.description}"
-    values = {
-        "device": device.kind, "devices": device.ranks, "free_bytes": device.memory, "experts": choice.setup.owned,
-        "join_with": join_flags(choice.setup, settings.devices), "slowdown_estimated": costs_of(config, choice.setup).total,
-    }
-    checks = [Check("device", "pass", found, values=values)]
-    if choice.setup.owned == 0:
-        advice = f"it trains only the shared weights; to train an expert: {nearest(config, device, {}, 1)}"
-        checks = [Check("device", "warning", found, advice, values)]
+    checks = [device_check(resources, settings, config)]
     if device.kind != "cpu":
         available = psutil.virtual_memory().available
         needed = host_bytes(config, choice.setup, device.base_in_memory).total
         checks.append(judge_space("host memory", needed, available, "close other programs"))
     checks.append(judge_space("disk", *disk_space(files, settings, resources), "free disk space, or choose another --run-dir"))
+    left = resources.left_memory(config), left_disk(files, settings, resources)
+    checks += tasks_check(config, *left)
     return [*checks, await _bandwidth(endpoint, peers, files, choice)]
+
+
+def device_check(resources: Resources, settings: PeerConfig, config: CampaignConfig) -> Check:
+    """Say what this device trains; warn if that is no expert, or slow."""
+    device, setup = resources.device, resources.choice.setup
+    kind = device.kind if device.ranks == 1 else f"each of {device.ranks} {device.kind} devices"
+    found = f"{kind} with {human_bytes(device.memory)} free trains {resources.description}"
+    values = {
+        "device": device.kind, "devices": device.ranks, "free_bytes": device.memory, "experts": setup.owned,
+        "join_with": join_flags(setup, settings.devices), "slowdown_estimated": costs_of(config, setup).total,
+    }
+    advice = [resources.warning] * bool(resources.warning)
+    if setup.owned == 0:
+        advice.append(f"it trains only the shared weights; to train an expert: {nearest(config, device, {}, 1)}")
+    return Check("device", "warning" if advice else "pass", found, "; ".join(advice), values)
+
+
+def tasks_check(config: CampaignConfig, memory: int, disk: int) -> list[Check]:
+    """Say what `join --evaluate-tasks` takes, if the campaign names tasks or prompts; nobody has to offer it."""
+    if not (config.evaluation.tasks or config.evaluation.prompts):
+        return []
+    try:
+        room = evaluation_room(config, sizes_of(config.model).size, memory, disk)
+    except UserError as error:
+        return [Check("tasks", "pass", f"--evaluate-tasks is not for this machine: {error}")]
+    values = {"memory_bytes": room.memory, "disk_bytes": room.disk, "dtype": room.dtype}
+    return [Check("tasks", "pass", f"--evaluate-tasks takes up to {room}", values=values)]
 
 
 async def _bandwidth(endpoint: RpcEndpoint, peers: Sequence[str], files: CampaignFiles, choice: Choice) -> Check:

@@ -111,13 +111,18 @@ def check_options(limit: int | None, device: str, batch_size: str, dtype: str | 
     """Raise UserError for an invalid number or dtype, or a device that is not available."""
     if limit is not None and limit < 1:
         raise UserError(f"--limit {limit}: must be at least 1; omit it to evaluate all examples")
-    if dtype not in DTYPES:
-        raise UserError(f"--dtype {dtype}: must be bf16 or fp32; omit it for the checkpoint's own")
+    check_dtype(dtype)
     check_device(device)
     if batch_size != "auto" and not (batch_size.isdecimal() and int(batch_size) > 0):
         raise UserError(f"--batch-size {batch_size}: must be a number of at least 1, or auto")
     if device == "cpu" and batch_size == "auto":  # lm-eval exhausts the memory on purpose, which ends the process here
         raise UserError("--batch-size auto: needs --device cuda; give a number")
+
+
+def check_dtype(dtype: str | None) -> None:
+    """Raise UserError for an invalid dtype."""
+    if dtype not in DTYPES:
+        raise UserError(f"--dtype {dtype}: must be bf16 or fp32; omit it for the checkpoint's own")
 
 
 def check_device(device: str) -> None:

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import PreTrainedTokenizerBase, TextStreamer
@@ -17,6 +17,9 @@ from transformers import PreTrainedTokenizerBase, TextStreamer
 from spes_p2p.client.export import Exportable
 from spes_p2p.client.loading import load_model, load_tokenizer
 from spes_p2p.errors import UserError, printable
+
+if TYPE_CHECKING:
+    from spes_p2p.model.export import ExportDtype
 
 LOOK_EVERY_S = 15.0
 """Pause between two looks for a newer base."""
@@ -29,9 +32,9 @@ Newer = Callable[[], tuple[int, "Continuation"] | None]
 class Continuation:
     """Continues text with the model of one checkpoint."""
 
-    def __init__(self, model_dir: Path, device: str):
-        """Raises UserError for a checkpoint that cannot be loaded."""
-        self._model = load_model(model_dir, device, None)
+    def __init__(self, model_dir: Path, device: str, dtype: str | None = None):
+        """`dtype` as `--dtype`; None is the checkpoint's own. Raises UserError for a checkpoint that cannot be loaded."""
+        self._model = load_model(model_dir, device, dtype)
         self._tokenizer = load_tokenizer(model_dir)
         self._context: int = self._model.config.max_position_embeddings
 
@@ -86,7 +89,9 @@ def unchanging() -> Iterator[Newer]:
 
 
 @contextlib.contextmanager
-def following(fetch: Fetch, folder: Path, device: str, known_round: int) -> Iterator[Newer]:
+def following(
+    fetch: Fetch, folder: Path, device: str, known_round: int, dtype: ExportDtype = "fp32"
+) -> Iterator[Newer]:
     """While the block runs, fetch and load each base after this round in a thread, beside the model that is in use.
 
     `folder`: for checkpoints, which are removed once they are loaded.
@@ -102,7 +107,7 @@ def following(fetch: Fetch, folder: Path, device: str, known_round: int) -> Iter
             with contextlib.suppress(UserError):  # no newer base, or the swarm is silent: look again
                 made = await fetch(newest)
                 newest, checkpoint = made.origin.round, folder / f"round-{made.origin.round}"
-                await asyncio.to_thread(made.write, checkpoint)
+                await asyncio.to_thread(made.write, checkpoint, dtype)
                 del made
                 ready[:] = [(newest, await asyncio.to_thread(Continuation, checkpoint, device))]
                 shutil.rmtree(checkpoint)

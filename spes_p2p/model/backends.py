@@ -17,6 +17,8 @@ from spes_p2p.model.stored import Matrices
 
 BackendName = Literal["auto", "grouped_mm", "eager", "megablocks"]
 
+FIRST_WITH_BF16 = (8, 0)
+"""Compute capability of the first GPUs that compute in bfloat16 natively, and have torch's grouped GEMM."""
 ALIGNMENT = 8
 """grouped_mm requires rows of a multiple of 16 bytes: 8 elements in bfloat16."""
 
@@ -121,7 +123,7 @@ def choose_backend(wanted: BackendName, device: torch.device, hidden_size: int, 
 def _grouped_mm_problem(device: torch.device, hidden_size: int, intermediate_size: int) -> str | None:
     if hidden_size % ALIGNMENT or intermediate_size % ALIGNMENT:
         return f"needs hidden_size = {hidden_size} and intermediate_size = {intermediate_size} to be multiples of {ALIGNMENT}"
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < FIRST_WITH_BF16:
         return f"needs a GPU of compute capability 8.0 or higher, not {torch.cuda.get_device_name(device)}"
     return None
 

@@ -15,14 +15,16 @@ import os
 import shutil
 import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from spes_p2p.config.campaign import EvaluationConfig, PeerConfig
+from spes_p2p.config.campaign import CampaignConfig, EvaluationConfig, PeerConfig
 from spes_p2p.errors import UserError
 from spes_p2p.messages.fields import LONGEST_CONTINUATION, MAX_TASK_SCORES, is_real
 from spes_p2p.net.die_with_parent import die_with
 from spes_p2p.observe.events import Event, Observer, PromptsContinued, RoundCommitted, TasksEvaluated
+from spes_p2p.session.evaluation_room import EvaluationRoom, evaluation_room
 
 logger = logging.getLogger(__name__)
 
@@ -74,16 +76,43 @@ class Evaluations:
             self._due.clear()
 
 
-async def evaluate_tasks(config: EvaluationConfig, settings: PeerConfig) -> TasksEvaluated:
+def evaluations_of(config: CampaignConfig, settings: PeerConfig, parameters: int, memory: int, disk: int) -> Evaluations:
+    """Return what runs the campaign's tasks and prompts here; nothing is ever due on a peer that does not offer it, or cannot.
+
+    `memory`, `disk`: bytes that this machine has for it beside the peer.
+    """
+    evaluation = config.evaluation
+    if not settings.evaluate_tasks:
+        return Evaluations(0, {})
+    if not (evaluation.tasks or evaluation.prompts):
+        logger.warning("--evaluate-tasks: this campaign names no tasks and no prompts")
+        return Evaluations(0, {})
+    try:
+        room = evaluation_room(config, parameters, memory, disk)
+    except UserError as error:
+        logger.warning("--evaluate-tasks: not offered, since %s", error)
+        return Evaluations(0, {})
+    logger.info("evaluating tasks and prompts takes up to %s", room)
+    kinds: dict[str, Callable[[], Awaitable[Event]]] = {}
+    if evaluation.tasks:
+        kinds["evaluating tasks"] = partial(evaluate_tasks, evaluation, settings, room)
+    if evaluation.prompts:
+        kinds["continuing prompts"] = partial(continue_prompts, evaluation, settings, room)
+    return Evaluations(evaluation.every_rounds, kinds)
+
+
+async def evaluate_tasks(config: EvaluationConfig, settings: PeerConfig, room: EvaluationRoom) -> TasksEvaluated:
     """Run the campaign's tasks on the newest base on this peer's disk. Raises UserError with the reason without a result."""
-    options = ["--run-dir", str(settings.run_dir), "--tasks", ",".join(config.tasks), "--limit", str(config.max_examples)]
+    options = ["--run-dir", str(settings.run_dir), "--tasks", ",".join(config.tasks), "--limit", str(config.max_examples),
+               "--dtype", room.dtype, "--batch-size", str(room.batch_size)]
     own = [] if settings.include_path is None else ["--include-path", str(settings.include_path)]
     return read_results(await _document_of(["evaluate", *options, *own], settings.run_dir / WORK_FOLDER))
 
 
-async def continue_prompts(config: EvaluationConfig, settings: PeerConfig) -> PromptsContinued:
+async def continue_prompts(config: EvaluationConfig, settings: PeerConfig, room: EvaluationRoom) -> PromptsContinued:
     """Have the newest base on this peer's disk continue the campaign's prompts. Raises UserError as `evaluate_tasks`."""
-    options = ["--run-dir", str(settings.run_dir), "--max-new-tokens", str(CONTINUATION_TOKENS), "--temperature", "0"]
+    options = ["--run-dir", str(settings.run_dir), "--max-new-tokens", str(CONTINUATION_TOKENS), "--temperature", "0",
+               "--dtype", room.dtype]
     prompts = [f"--prompt={prompt}" for prompt in config.prompts]
     return read_continuations(await _document_of(["generate", *options, *prompts], settings.run_dir / WORK_FOLDER))
 
@@ -110,7 +139,7 @@ async def _document_of(command: Sequence[str], folder: Path) -> Any:
             _kill(process)
         shutil.rmtree(folder, ignore_errors=True)
     if code < 0:
-        raise UserError(f"the process was killed by signal {-code}; it needs memory for the model in float32")
+        raise UserError(f"the process was killed by signal {-code}; it needs memory for the model")
     last_line = (errors.decode(errors="replace").strip().splitlines() or [f"the process ended with code {code}"])[-1]
     raise UserError(last_line.removeprefix("error: ").removeprefix("--tasks: "))
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import shutil
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -27,6 +26,7 @@ from spes_p2p.model.sizes import sizes_of
 from spes_p2p.observe.units import human_bytes
 from spes_p2p.rounds.outer import base_size
 from spes_p2p.rounds.results import KEPT_ROUNDS
+from spes_p2p.session.evaluation_room import free_disk
 from spes_p2p.session.traffic import HEADERS
 from spes_p2p.training.options import TrainingOptions, check_options
 
@@ -50,6 +50,19 @@ class Resources:
     """Whether bases and the arrays of a round are in memory."""
     arrays_in_memory: bool
     """Whether at least the arrays of a round are."""
+
+    def left_memory(self, config: CampaignConfig) -> int:
+        """Return the main memory in bytes that training leaves of what is free."""
+        host = host_bytes(config, self.choice.setup, self.base_in_memory, self.arrays_in_memory).total
+        return _main_memory(self.device, self.choice) - self.device.spare * (self.device.kind == "cpu") - host
+
+    @property
+    def warning(self) -> str:
+        """What makes this device slow, in a line; "" where nothing is known."""
+        if not self.device.without_bf16:
+            return ""
+        return (f"no native bf16 on {self.device.without_bf16}: experts are computed one after the other (eager), in emulated "
+                "bf16; expect slow steps")
 
     @property
     def experts(self) -> int:
@@ -114,8 +127,13 @@ def disk_space(files: CampaignFiles, settings: PeerConfig, resources: Resources)
     config, run_dir = files.campaign.config, settings.run_dir.resolve()
     text = 2 * sum(file.num_bytes for file in files.training_manifest.files) // max(2, config.sync.min_peers)
     needed = disk_bytes(config, resources.choice, resources.arrays_in_memory).total + min(text, settings.token_cache_bytes)
-    existing = next(folder for folder in (run_dir, *run_dir.parents) if folder.exists())
-    return needed, shutil.disk_usage(existing).free + _bytes_in(run_dir)
+    return needed, free_disk(run_dir) + _bytes_in(run_dir)
+
+
+def left_disk(files: CampaignFiles, settings: PeerConfig, resources: Resources) -> int:
+    """Return the bytes of disk that a trainer leaves free; negative where it lacks some itself."""
+    needed, free = disk_space(files, settings, resources)
+    return free - needed
 
 
 def _bytes_in(folder: Path) -> int:
@@ -178,8 +196,12 @@ def require_quota(settings: PeerConfig, files: CampaignFiles, shelf: TokenShelf,
 
 def _has_room(device: Device, needed: HostBytes, choice: Choice) -> bool:
     """Return whether bases or the arrays of a round may take so much main memory, next to this training."""
-    free = device.ranks * (device.memory - choice.device.total) if device.kind == "cpu" else device.host_memory or 0
-    return needed.total <= SHARE_FOR_THE_BASE * free
+    return needed.total <= SHARE_FOR_THE_BASE * _main_memory(device, choice)
+
+
+def _main_memory(device: Device, choice: Choice) -> int:
+    """Return the free main memory without what a CPU's replicas and moments take of it."""
+    return device.ranks * (device.memory - choice.device.total) if device.kind == "cpu" else device.host_memory or 0
 
 
 def _asked(settings: PeerConfig) -> dict[str, Any]:

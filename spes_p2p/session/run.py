@@ -6,13 +6,14 @@ import asyncio
 import contextlib
 import logging
 import os
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING
 
 import numpy as np
+import psutil
 
 from spes_p2p.campaign.files import CAMPAIGN_FILE, CampaignFiles, check_run_dir, fetch_campaign, keep_campaign, read_genesis
 from spes_p2p.config.addresses import is_loopback, peer_of
@@ -30,7 +31,7 @@ from spes_p2p.net.reachability import Reachability, describe
 from spes_p2p.net.rpc import RpcEndpoint
 from spes_p2p.net.tasks import beside
 from spes_p2p.observe.console import farewell, farewell_of_bootstrap, to_continue
-from spes_p2p.observe.events import Event, Observer
+from spes_p2p.observe.events import Observer
 from spes_p2p.observe.swarm_status import own_standing
 from spes_p2p.peer.announcing import NOTHING_TO_TRAIN, Capacity
 from spes_p2p.peer.leaving import LeaveRequest
@@ -39,7 +40,8 @@ from spes_p2p.rounds.archive import Archive
 from spes_p2p.rounds.base import stored_round
 from spes_p2p.session.admission import admitted, keep_invitation, standing_in
 from spes_p2p.session.apart import run_apart
-from spes_p2p.session.downstream import Evaluations, continue_prompts, evaluate_tasks
+from spes_p2p.session.downstream import evaluations_of
+from spes_p2p.session.evaluation_room import free_disk
 from spes_p2p.session.genesis import (
     fetch_genesis,
     join_with_base_0,
@@ -138,7 +140,8 @@ async def _live_as_bootstrap(
     invitation = admitted(settings, files, genesis, net.identity, trains=False)
     keep_campaign(files, genesis, settings.run_dir)
     keep_invitation(invitation, settings.run_dir)
-    evaluations = _evaluations(files, settings)
+    free = psutil.virtual_memory().available, free_disk(settings.run_dir)
+    evaluations = evaluations_of(files.campaign.config, settings, layout.size, *free)
     more = (evaluations.observe, *extension.observers)
     with observing(files, settings, net.identity.peer_id, "helper", more) as observers:
         world = extension.around(world_of(net, store, settings))
@@ -156,19 +159,6 @@ async def _live_as_bootstrap(
             on_address(net.transport.addresses[0])
             await live_on(net, helper.run())
         logger.info("%s", farewell_of_bootstrap(observers.board.status, settings.run_dir, settings.identity))
-
-
-def _evaluations(files: CampaignFiles, settings: PeerConfig) -> Evaluations:
-    """Return what runs the campaign's tasks and prompts here; nothing is ever due on a peer that does not offer it."""
-    config = files.campaign.config.evaluation
-    kinds: dict[str, Callable[[], Awaitable[Event]]] = {}
-    if config.tasks:
-        kinds["evaluating tasks"] = partial(evaluate_tasks, config, settings)
-    if config.prompts:
-        kinds["continuing prompts"] = partial(continue_prompts, config, settings)
-    if settings.evaluate_tasks and not kinds:
-        logger.warning("--evaluate-tasks: this campaign names no tasks and no prompts")
-    return Evaluations(config.every_rounds if settings.evaluate_tasks and kinds else 0, kinds)
 
 
 async def run_join(
@@ -285,10 +275,17 @@ async def _prepare(
         await join_with_base_0(first_contact(net), peers, files, genesis, settings, store)
     missed = None if settings.quota is None else await _missed_rounds(first_contact(net), peers, store)
     pauses.expect(expected, join_bytes(files, shelf, expected, missed))
-    logger.info("room for %s", resources.description)
+    tell_room(resources)
     pauses.prepares("getting the newest base")
     keep_loaded_objects()
     return _Ready(files, genesis, invitation, devices, resources, shelf, store)
+
+
+def tell_room(resources: Resources) -> None:
+    """Log what was chosen, and what is slow about it."""
+    logger.info("room for %s", resources.description)
+    if resources.warning:
+        logger.warning("%s", resources.warning)
 
 
 async def _missed_rounds(endpoint: RpcEndpoint, peers: Sequence[str], store: DirectoryStore) -> int | None:
@@ -310,10 +307,12 @@ async def _live_as_trainer(
 ) -> None:
     from spes_p2p.model.build import layout_of
     from spes_p2p.session.ranks import started
+    from spes_p2p.session.resources import left_disk
     from spes_p2p.training.trainer import TorchTrainer
 
     files, resources, config = ready.files, ready.resources, ready.files.campaign.config
-    evaluations = _evaluations(files, settings)
+    left = resources.left_memory(config), left_disk(files, settings, resources)
+    evaluations = evaluations_of(config, settings, layout_of(config.model).size, *left)
     more = (pauses.observe, evaluations.observe, *extension.observers)
     with observing(files, settings, net.identity.peer_id, "trainer", more) as observers:
         world = extension.around(world_of(net, ready.store, settings))
