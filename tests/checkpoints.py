@@ -51,11 +51,13 @@ DENSE: dict[str, tuple[type[Any], type[Any], dict[str, Any]]] = {
 }
 
 
-def make_checkpoint(family: str, folder: Path, dtype: torch.dtype = torch.float32, **save: Any) -> PreTrainedModel:
-    """Save a small model with random weights and a tokenizer of 512 ids; return the model, in float32."""
+def make_checkpoint(
+    family: str, folder: Path, dtype: torch.dtype = torch.float32, shape: dict[str, int] | None = None, **save: Any
+) -> PreTrainedModel:
+    """Save a model with random weights, small but for `shape`, and a tokenizer of 512 ids; return the model, in float32."""
     config_class, model_class, changes = {**MOE, **DENSE}[family]
     torch.manual_seed(0)
-    model: PreTrainedModel = model_class(config_class(**{**SIZES, **changes})).to(dtype)
+    model: PreTrainedModel = model_class(config_class(**{**SIZES, **changes, **(shape or {})})).to(dtype)
     model.save_pretrained(folder, **save)
     shutil.copy(CONFIGS / "demo_text/tokenizer_512.json", folder / "tokenizer.json")
     return model.float().eval()

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from devices import needs_cuda
 from model_shapes import tiny_model, tiny_training
 from torch import Tensor
 
@@ -108,9 +109,6 @@ def test_megablocks_computes_what_grouped_mm_computes() -> None:
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
     run = subprocess.run([sys.executable, str(PARITY)], env=environment, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
-
-
-needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
 @needs_cuda

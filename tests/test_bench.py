@@ -13,6 +13,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from devices import needs_cuda
 from model_shapes import tiny_campaign
 from network_swarm import CHILDREN_END_WITHIN_S, COMMAND_TIMEOUT_S, START_TIMEOUT_S, wait_until
 
@@ -270,6 +271,17 @@ def test_cuda_is_asked_first_for_what_matters_most() -> None:
     assert set(names[6:]) == {"memory", "experts", "step", "experts-7b-layer", "forms-1b", "forms-7b"}
 
 
+@pytest.mark.long
+def test_cuda_runs_tests_of_each_file_whose_code_runs_there() -> None:
+    asked = tool("cuda_benchmark")
+    collect = [sys.executable, *asked.checks_for("cuda", small=False, rounds=9)["tests"].command, "--collect-only"]
+    listed = subprocess.run(collect, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert {line.partition("::")[0] for line in listed.splitlines() if "::" in line} == {
+        f"tests/test_{name}.py" for name in asked.TESTED
+    }
+    assert "test_8bit_state_round_trip_continues_bit_for_bit[cuda]" in listed
+
+
 def test_a_number_that_is_out_of_bounds_or_missing_is_named() -> None:
     report = {"peak_vs_predicted": 1.2, "setup": {"owned": 3}}
     bounds = {"peak_vs_predicted": (0.9, 1.1), "owned": (2, 32), "mfu": (0.1, 1)}
@@ -278,7 +290,7 @@ def test_a_number_that_is_out_of_bounds_or_missing_is_named() -> None:
     ]
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@needs_cuda
 def test_on_cuda_the_planned_setup_stays_under_the_cap_and_near_the_prediction(bench: ModuleType) -> None:
     config = load_campaign_config(ROOT / "configs" / "1b.yaml")
     report = bench.bench_capped_step(config, 12 * 2**30, 5, torch.device("cuda"))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,7 +15,7 @@ from sample_text import CONFIGS
 
 from spes_p2p.campaign.planner import plan_peer
 from spes_p2p.campaign.room import Device
-from spes_p2p.config.campaign import parse_campaign_config
+from spes_p2p.config.campaign import load_campaign_config
 from spes_p2p.config.model import TransformersModel
 from spes_p2p.config.problems import validated
 from spes_p2p.errors import UserError
@@ -70,27 +69,10 @@ def test_any_other_family_is_refused_in_one_line(family: str) -> None:
     assert "\n" not in str(refusal.value)
 
 
-QWEN3_30B_A3B: dict[str, Any] = {
-    "architectures": ["Qwen3MoeForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 151643,
-    "decoder_sparse_step": 1, "eos_token_id": 151645, "head_dim": 128, "hidden_act": "silu", "hidden_size": 2048,
-    "initializer_range": 0.02, "intermediate_size": 6144, "max_position_embeddings": 40960, "max_window_layers": 48,
-    "mlp_only_layers": [], "model_type": "qwen3_moe", "moe_intermediate_size": 768, "norm_topk_prob": True,
-    "num_attention_heads": 32, "num_experts": 128, "num_experts_per_tok": 8, "num_hidden_layers": 48,
-    "num_key_value_heads": 4, "output_router_logits": False, "rms_norm_eps": 1e-06, "rope_scaling": None,
-    "rope_theta": 1000000.0, "router_aux_loss_coef": 0.001, "sliding_window": None, "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16", "use_cache": True, "use_sliding_window": False, "vocab_size": 151936,
-}
-"""The released model's config.json."""
-
-
 @pytest.mark.long
 def test_qwen3_30b_a3b_can_be_said_and_planned_without_its_memory() -> None:
-    campaign = parse_campaign_config({
-        "name": "qwen3-30b-a3b", "model": {"config": QWEN3_30B_A3B},
-        "training": {"sequence_length": 4096, "batch_size": 64, "total_steps": 1000, "sync_steps": 50,
-                     "learning_rate": 1e-5},
-        "data": {"manifest": "-", "tokenizer": "-"},
-    }, "test")
+    campaign = load_campaign_config(CONFIGS / "30b.yaml")
+    assert isinstance(campaign.model, TransformersModel)
     check_family(campaign.model)
     config, layout = transformers_config(campaign.model), layout_of(campaign.model)
     assert (config.head_dim, config.rope_parameters["rope_theta"], config.norm_topk_prob) == (128, 1e6, True)

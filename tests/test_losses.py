@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from devices import on_each_device
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from model_shapes import tiny_model, tiny_training
@@ -21,7 +22,6 @@ from spes_p2p.training.head_loss import head_loss
 from spes_p2p.training.losses import forward_losses, load_balancing_loss, next_token_loss, router_z_loss, z_loss
 
 MODEL = tiny_model()
-needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
 def routed_to(experts: list[list[int]], num_experts: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -111,7 +111,7 @@ def test_the_heads_gradient_adds_up_over_micro_batches_in_the_array_that_is_ther
     torch.testing.assert_close(head.grad, expected, rtol=1e-5, atol=1e-8)
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=needs_cuda)])
+@on_each_device
 def test_the_loss_in_chunks_computes_in_the_autocast_dtype_and_adds_up_in_float32(device: str) -> None:
     hidden, head, targets = (t.detach().to(device).requires_grad_(t.requires_grad) for t in head_and_tokens(4 * LOSS_CHUNK))
     expected = torch.autograd.grad(torch.stack(whole_logits(hidden, head, targets, 0.1)).sum(), (hidden, head))

@@ -18,7 +18,7 @@ from synthetic_swarm import synthetic_swarm
 
 from spes_p2p.client.export import push_to_hub
 from spes_p2p.client.model_card import CARD_FILE, FACTS_FILE, Origin, card_files, origin_of
-from spes_p2p.config.campaign import Campaign, load_campaign_config
+from spes_p2p.config.campaign import Campaign, StartConfig, load_campaign_config
 from spes_p2p.errors import UserError
 from spes_p2p.messages.presence import Contribution, Named
 
@@ -59,6 +59,18 @@ def test_the_card_names_what_the_owner_ordered_up_to_its_round() -> None:
 def test_the_front_matter_is_what_the_hub_reads() -> None:
     _, front, _ = card_files(origin())[CARD_FILE].split("---\n", 2)
     assert yaml.safe_load(front)["library_name"] == "transformers"
+
+
+@pytest.mark.parametrize(("checkpoint", "name"), [
+    ("Qwen/Qwen3-1.7B@0123456789abcdef0123456789abcdef01234567", "Qwen/Qwen3-1.7B"), ("../smollm2", None), ("models/own", None),
+    ("../smollm2@2", None), ("Qwen/Qwen3-1.7B\nlicense: mit@1", None), (None, None),
+])
+def test_the_hub_is_told_which_of_its_models_this_one_was_made_from(checkpoint: str | None, name: str | None) -> None:
+    start = None if checkpoint is None else StartConfig(checkpoint=checkpoint)
+    made = origin()
+    config = CONFIG.model_copy(update={"start": start})
+    card = card_files(replace(made, campaign=CAMPAIGN.model_copy(update={"config": config})))[CARD_FILE]
+    assert yaml.safe_load(card.split("---\n", 2)[1]).get("base_model") == name
 
 
 def test_later_rounds_are_not_this_bases_and_who_did_most_stands_first() -> None:

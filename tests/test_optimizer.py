@@ -8,6 +8,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+from devices import on_each_device
 from model_shapes import tiny_model, tiny_training
 
 from spes_p2p.config.campaign import parse_campaign_config
@@ -28,15 +29,15 @@ BASE = initial_state(MODEL)
 class Training:
     """A partitioned model with its optimizer."""
 
-    def __init__(self, owned: tuple[int, ...], kind: OptimizerKind = "adamw", **settings):
-        self.model = build_model(MODEL, BASE, owned)
+    def __init__(self, owned: tuple[int, ...], kind: OptimizerKind = "adamw", device: str = "cpu", **settings):
+        self.model = build_model(MODEL, BASE, owned, device=device)
         self.optimizer = OwnedOptimizer(self.model, LAYOUT, tiny_training(**settings), kind)
 
     def step(self, rate: float = 1e-2, gradient: float | None = None) -> bool:
         generator = torch.Generator().manual_seed(0)
         for parameter in self.model.parameters():
             random = torch.randn(parameter.shape, generator=generator)
-            parameter.grad = random if gradient is None else torch.full_like(parameter, gradient)
+            parameter.grad = random.to(parameter.device) if gradient is None else torch.full_like(parameter, gradient)
         return self.optimizer.step(rate, torch.zeros(2))
 
     def assign(self, owned: tuple[int, ...]) -> None:
@@ -46,12 +47,12 @@ class Training:
         self.optimizer.regroup(self.model)
 
     def values(self) -> dict[str, np.ndarray]:
-        return {n: p.detach().numpy().copy() for n, p in self.model.named_parameters()}
+        return {n: np.array(p.detach().cpu()) for n, p in self.model.named_parameters()}
 
 
 def state_of(optimizer: OwnedOptimizer) -> dict[str, np.ndarray]:
     """Copies of its tensors."""
-    return {name: tensor.numpy().copy() for name, tensor in optimizer.tensors().items()}
+    return {name: np.array(tensor.cpu()) for name, tensor in optimizer.tensors().items()}
 
 
 def test_learning_rate_warms_up_to_the_peak_and_ends_at_its_floor() -> None:
@@ -257,8 +258,9 @@ needs_torchao = pytest.mark.skipif(
 
 
 @needs_torchao
-def test_8bit_moments_are_small_and_step_almost_alike() -> None:
-    exact, small = Training((1, 3)), Training((1, 3), kind="adamw8bit")
+@on_each_device
+def test_8bit_moments_are_small_and_step_almost_alike(device: str) -> None:
+    exact, small = Training((1, 3), device=device), Training((1, 3), kind="adamw8bit", device=device)
     for training in (exact, small):
         for _ in range(3):
             training.step(gradient=None)
@@ -276,8 +278,9 @@ def test_8bit_moments_are_small_and_step_almost_alike() -> None:
 
 
 @needs_torchao
-def test_8bit_moments_survive_a_change_of_owners() -> None:
-    changed, unchanged = (Training((1, 3), kind="adamw8bit", max_grad_norm=1e9) for _ in range(2))
+@on_each_device
+def test_8bit_moments_survive_a_change_of_owners(device: str) -> None:
+    changed, unchanged = (Training((1, 3), kind="adamw8bit", device=device, max_grad_norm=1e9) for _ in range(2))
     for training in (changed, unchanged):
         training.step(gradient=0.3)
     before = state_of(changed.optimizer)
@@ -296,8 +299,9 @@ def test_8bit_moments_survive_a_change_of_owners() -> None:
 
 
 @needs_torchao
-def test_8bit_state_round_trip_continues_bit_for_bit() -> None:
-    original, restored = (Training((0, 3), kind="adamw8bit") for _ in range(2))
+@on_each_device
+def test_8bit_state_round_trip_continues_bit_for_bit(device: str) -> None:
+    original, restored = (Training((0, 3), kind="adamw8bit", device=device) for _ in range(2))
     original.step()
     for a, b in zip(restored.model.parameters(), original.model.parameters(), strict=True):
         a.detach().copy_(b.detach())
@@ -309,8 +313,9 @@ def test_8bit_state_round_trip_continues_bit_for_bit() -> None:
 
 
 @needs_torchao
-def test_a_step_that_is_not_finite_leaves_8bit_moments_alone() -> None:
-    training = Training((1,), kind="adamw8bit")
+@on_each_device
+def test_a_step_that_is_not_finite_leaves_8bit_moments_alone(device: str) -> None:
+    training = Training((1,), kind="adamw8bit", device=device)
     training.step()
     state = state_of(training.optimizer)
     assert not training.step(gradient=float("nan"))
@@ -319,15 +324,16 @@ def test_a_step_that_is_not_finite_leaves_8bit_moments_alone() -> None:
 
 
 @needs_torchao
+@on_each_device
 @pytest.mark.parametrize("loads", [False, True], ids=["", "from a checkpoint that has zeros"])
-def test_no_weight_leaps_whose_second_moment_is_too_small_for_8_bits(loads: bool) -> None:
-    parameter = torch.nn.Parameter(torch.zeros(4096))
+def test_no_weight_leaps_whose_second_moment_is_too_small_for_8_bits(loads: bool, device: str) -> None:
+    parameter = torch.nn.Parameter(torch.zeros(4096, device=device))
     group = {"params": [parameter], "weight_decay": 0.0, "batches": 1.0}
     optimizer = make_adamw("adamw8bit", [group], (0.9, 0.999), 1e-8)
-    parameter.grad = torch.tensor([1.0, 1e-4]).repeat(2048)
+    parameter.grad = torch.tensor([1.0, 1e-4], device=device).repeat(2048)
     optimizer.step([1.0])
     if loads:
-        arrays = {name: tensor.numpy().copy() for name, tensor in optimizer.state_of(parameter).items()}
+        arrays = {name: np.array(tensor.cpu()) for name, tensor in optimizer.state_of(parameter).items()}
         arrays["exp_avg_sq.codes"][1::2] = 0
         assert optimizer.load_state_of(parameter, arrays)
     before = parameter.detach().clone()

@@ -196,8 +196,8 @@ def test_a_harmed_file_of_a_run_dir_is_recovered(
     assert told == (name == "base" and harm in HARMS)
 
 
-NAMED: dict[str, Any] = {name: 20 * name.encode() for name in ("manifest", "validation_manifest", "tokenizer")}
-CAMPAIGN_FILES = ("campaign.json", "genesis", "tokenizer.json", "manifest.json", "validation_manifest.json")
+NAMED: dict[str, Any] = {name: 20 * name.encode() for name in ("manifest", "validation_manifest", "tokenizer", "start_files")}
+CAMPAIGN_FILES = ("campaign.json", "genesis", "tokenizer.json", "manifest.json", "validation_manifest.json", "start_files.json")
 
 
 @pytest.mark.parametrize("name", CAMPAIGN_FILES)

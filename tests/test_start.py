@@ -23,6 +23,7 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM
 
 from spes_p2p.campaign.files import read_campaign
+from spes_p2p.campaign.room import Device, find_room
 from spes_p2p.campaign.start import base_0, find_start
 from spes_p2p.config.model import TransformersModel
 from spes_p2p.errors import UserError
@@ -203,6 +204,21 @@ def test_random_weights_of_a_family_that_cannot_be_trained_are_refused(tmp_path:
         base_0(files, np.empty(1, np.float32))
 
 
+def test_a_peers_memory_chooses_the_micro_batch_of_a_campaign_from_a_checkpoint(tmp_path: Path) -> None:
+    make_checkpoint("olmoe", tmp_path)
+    edit_config(tmp_path, max_position_embeddings=2048)
+    ended = call("init", str(tmp_path / "made"), "--from", str(tmp_path), "--text", str(TEXT / "train/wordnet.jsonl"))
+    assert ended.code == 0, ended.stderr
+    edit_config(tmp_path / "made", hidden_size=2048, intermediate_size=1024, num_hidden_layers=16, num_attention_heads=16,
+                num_key_value_heads=16, num_experts=8, vocab_size=50304)
+    config = read_campaign(tmp_path / "made/campaign.yaml").campaign.config
+    assert (config.training.sequence_length, config.training.micro_batch_size) == (2048, None)
+    large, small = (find_room(config, Device("cuda", gib * 2**30), "memory").setup for gib in (80, 16))
+    assert large.owned == 8
+    assert large.micro_batch > small.micro_batch
+    assert large.micro_batch > 1
+
+
 def test_a_missing_shard_is_named(tmp_path: Path) -> None:
     make_checkpoint("olmoe", tmp_path, max_shard_size="30KB")
     (tmp_path / "model-00002-of-00009.safetensors").unlink(missing_ok=True)
@@ -284,3 +300,56 @@ def test_export_needs_a_fraction_of_the_models_memory(dtype: str, tmp_path: Path
                            env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False)
     assert ended.returncode == 0, ended.stderr
     assert float(ended.stdout) < 0.3
+
+
+BASE_0 = """
+import sys
+import threading
+from pathlib import Path
+from spes_p2p.campaign.start import find_start
+from spes_p2p.model.build import layout_of
+from spes_p2p.model.checkpoint import Checkpoint, checkpoint_state
+from spes_p2p.model.upcycle import upcycled_state
+from spes_p2p.storage.store import DirectoryStore
+
+def anonymous():
+    return int(next(line for line in open("/proc/self/status") if line.startswith("RssAnon")).split()[1])
+
+folder, rule = Path(sys.argv[1]), sys.argv[2]
+start = find_start(str(folder), folder, None, *((None, None, None) if rule == "none" else (8, 2, rule)))
+size = layout_of(start.model).size
+out = DirectoryStore(folder / "run").scratch("temporary", size)
+before, peak, ended = anonymous(), 0, threading.Event()
+
+def watch():
+    global peak
+    while not ended.wait(0.002):
+        peak = max(peak, anonymous())
+
+watching = threading.Thread(target=watch)
+watching.start()
+if rule == "none":
+    checkpoint_state(start.model, Checkpoint(folder), out)
+else:
+    upcycled_state(start.model, Checkpoint(folder), rule, out)
+ended.set()
+watching.join()
+print((peak - before) * 1024 / (4 * size))
+"""
+LARGE: dict[str, Any] = {"hidden_size": 512, "num_key_value_heads": 4}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("family", "rule", "shape"), [
+    ("olmoe", "none", {"num_experts": 16, "intermediate_size": 1024}),
+    ("llama", "spes", {"num_hidden_layers": 1, "intermediate_size": 4096}),
+])
+def test_making_base_0_needs_a_fraction_of_its_memory(
+    family: str, rule: str, shape: dict[str, int], tmp_path: Path
+) -> None:
+    """Of 200 MB, in a mapped file, from a checkpoint in bf16: anonymous memory, which no file backs."""
+    make_checkpoint(family, tmp_path, torch.bfloat16, {**LARGE, **shape}, max_shard_size="50MB")
+    ended = subprocess.run([sys.executable, "-c", BASE_0, str(tmp_path), rule], capture_output=True, text=True,
+                           env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert 0 < float(ended.stdout) < 0.2

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from devices import needs_cuda
 from model_shapes import tiny_campaign, tiny_model, tiny_training
 from one_trainer import CountingText, bits, phase_of, train
 from torch import Tensor
@@ -386,7 +387,7 @@ def test_a_step_reads_one_number_a_layer_and_one_more_from_the_device(monkeypatc
     assert Counter(read) == {"_experts": steps * micro_batches * layers, "step": steps, "report": 2}
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@needs_cuda
 def test_on_cuda_the_host_waits_for_nothing_else(recwarn: pytest.WarningsRecorder) -> None:
     config = tiny_campaign(MODEL, tiny_training())
     trainer = TorchTrainer(config, BASE, (0, 3), CountingText(), None, "cuda")

@@ -23,7 +23,8 @@ class Recipe:
 
     sequence_length: int
     batch_size: int
-    micro_batch_size: int
+    micro_batch_size: int | None
+    """None: each peer's own choice, up to the batch."""
     sync_steps: int
     learning_rate: str
     embedding_lr_ratio: float
@@ -55,7 +56,7 @@ SIZES = {
     "1b": Size(2048, 256, 8, 50, "5.0e-4", 1.0, 0.95, 768, 2048, 12, 12, 16, 2, "0.93B, GPUs from 8 GB; SPES's smallest"),
     "7b": Size(2048, 1024, 2, 50, "4.0e-4", 1.0, 0.95, 2048, 2048, 16, 16, 32, 4, "6.7B, GPUs from 24 GB; SPES's"),
 }
-CONTINUED = Recipe(2048, 64, 1, 50, "1.0e-4", 1.0, 0.95)
+CONTINUED = Recipe(2048, 64, None, 50, "1.0e-4", 1.0, 0.95)
 """For existing weights: SPES's learning rate for its upcycled 9B model."""
 OUTER_FROM_STEPS = 30
 """Phases of so many steps gain from outer momentum (docs/learning.md). With existing weights it was not measured."""

@@ -38,6 +38,7 @@ def campaign_yaml(answers: Answers, vocab_size: int, tokens: int) -> str:
         tokens=tokens,
         peers=answers.peers,
         recipe=recipe,
+        micro_batch_size=_MICRO_BATCH[recipe.micro_batch_size is None].format(recipe=recipe),
         schedule=schedule,
         training_text=_training_text_yaml(answers),
         validation=f"validation_manifest: {held_out}" if answers.held_out else f"# validation_manifest: {held_out}",
@@ -57,7 +58,8 @@ def _model_yaml(answers: Answers, vocab_size: int) -> str:
     if start is None:
         return _MODEL.format(vocab_size=vocab_size, rows=-(-vocab_size // 64) * 64, size=SIZES[answers.size])
     rule = f"\n  upcycle: {start.upcycle}  # how the dense model becomes experts: copy, drop or spes" if start.upcycle else ""
-    return _START.format(architecture=start.model.architecture, checkpoint=json.dumps(start.checkpoint), rule=rule)
+    names = f"\n  files: [{', '.join(path.name for path in start.files)}]  # export writes them back" if start.files else ""
+    return _START.format(architecture=start.model.architecture, checkpoint=json.dumps(start.checkpoint), rule=rule, names=names)
 
 
 def _training_text_yaml(answers: Answers) -> str:
@@ -102,7 +104,7 @@ admission: {admission}  # who may take part: docs/admission.md
 training:
   sequence_length: {recipe.sequence_length}
   batch_size: {recipe.batch_size}  # samples per local step of one peer
-  micro_batch_size: {recipe.micro_batch_size}  # samples per forward pass; a volunteer can choose a smaller one
+  {micro_batch_size}
   total_steps: {schedule.total_steps}  # {passes} over {tokens} tokens with {with_peers}; at least {rounds} rounds
   sync_steps: {recipe.sync_steps}  # steps between two rounds: {sync_tokens} tokens per peer; increase it for slow links
   learning_rate: {recipe.learning_rate}
@@ -126,13 +128,18 @@ data:  # paths are relative to this file
   tokenizer: {tokenizer}{eos_token}
 """
 
+_MICRO_BATCH = {
+    False: "micro_batch_size: {recipe.micro_batch_size}  # samples per forward pass; a volunteer can choose a smaller one",
+    True: "# micro_batch_size: 1  # at most so many samples per forward pass; by default as many as fit a volunteer's memory",
+}
+
 _START = """\
 model:
   config: config.json  # of the model ({architecture}), whole; paths are relative to this file
   # moe_low_rank: 16  # adds to each expert a low-rank term that every peer trains: docs/learning.md
 
 start:  # existing weights; only the bootstrap peer reads them
-  checkpoint: {checkpoint}{rule}
+  checkpoint: {checkpoint}{rule}{names}
 """
 
 _MERGE = """\

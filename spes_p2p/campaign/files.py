@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from spes_p2p.campaign.record import agreed_record
+from spes_p2p.campaign.start_files import MAX_START_FILES_BYTES, read_start_files
 from spes_p2p.config.campaign import Campaign, CampaignConfig, load_campaign_config, parse_campaign
 from spes_p2p.consensus.output import LOG
 from spes_p2p.content.fetcher import Fetcher
@@ -31,6 +32,7 @@ logger = logging.getLogger(__name__)
 
 CAMPAIGN_FILE, TOKENIZER_FILE = "campaign.json", "tokenizer.json"
 MANIFEST_FILE, VALIDATION_FILE = "manifest.json", "validation_manifest.json"
+START_FILE = "start_files.json"
 GENESIS_FILE = "genesis"
 MAX_MANIFEST_BYTES, MAX_TOKENIZER_BYTES = 2**25, 2**26
 """Bounds a campaign's files before they are parsed: 80,000 token files; twice the largest tokenizer in use."""
@@ -50,11 +52,13 @@ class CampaignFiles:
     """Local folders to search for token files."""
     home: Path = Path()
     """Folder of the campaign file, where this process read one."""
+    start_files: bytes | None = None
+    """`start.files` in one, if there are any."""
 
     @property
     def blobs(self) -> dict[str, bytes]:
         """The files by SHA-256, as they are served to other peers."""
-        files = (self.manifest, self.validation_manifest, self.tokenizer)
+        files = (self.manifest, self.validation_manifest, self.tokenizer, self.start_files)
         return {sha256(content): content for content in files if content is not None}
 
     @property
@@ -109,14 +113,16 @@ def read_campaign(config_path: Path) -> CampaignFiles:
             )
     manifest = _mixed(config, paths) if config.data.train else paths[0].read_bytes()
     validation = validation_path.read_bytes() if validation_path else None
+    start_files = read_start_files(folder, config.start.files) if config.start is not None else None
     campaign = Campaign(
         config=config,
         manifest_sha256=sha256(manifest),
         validation_manifest_sha256=sha256(validation) if validation is not None else None,
         tokenizer_sha256=identity.sha256,
+        **({} if start_files is None else {"start_files_sha256": sha256(start_files)}),
     )
     folders = tuple(dict.fromkeys(path.parent for path in (*paths, validation_path) if path))
-    return CampaignFiles(campaign, manifest, validation, tokenizer_path.read_bytes(), folders, folder)
+    return CampaignFiles(campaign, manifest, validation, tokenizer_path.read_bytes(), folders, folder, start_files)
 
 
 def _mixed(config: CampaignConfig, paths: Sequence[Path]) -> bytes:
@@ -148,13 +154,14 @@ async def fetch_campaign(
     fetcher, sizes = Fetcher(endpoint), dict(record.blobs)
     wanted = (
         (campaign.manifest_sha256, MAX_MANIFEST_BYTES), (campaign.validation_manifest_sha256, MAX_MANIFEST_BYTES),
-        (campaign.tokenizer_sha256, MAX_TOKENIZER_BYTES),
+        (campaign.tokenizer_sha256, MAX_TOKENIZER_BYTES), (campaign.start_files_sha256, MAX_START_FILES_BYTES),
     )
     files = [None if sha is None else await fetch_file(fetcher, sha, sizes.get(sha, 0), most, donors) for sha, most in wanted]
-    manifest, validation, tokenizer = files
+    manifest, validation, tokenizer, start_files = files
     assert manifest is not None
     assert tokenizer is not None
-    return CampaignFiles(campaign, manifest, validation, tokenizer, tuple(folders)), record.genesis
+    made = CampaignFiles(campaign, manifest, validation, tokenizer, tuple(folders), start_files=start_files)
+    return made, record.genesis
 
 
 def check_run_dir(files: CampaignFiles, genesis: Commit, run_dir: Path) -> bool:
@@ -192,6 +199,7 @@ def keep_campaign(files: CampaignFiles, genesis: Commit, run_dir: Path) -> None:
         TOKENIZER_FILE: files.tokenizer,
         MANIFEST_FILE: files.manifest,
         VALIDATION_FILE: files.validation_manifest,
+        START_FILE: files.start_files,
         GENESIS_FILE: frame_record(pack(genesis)),
         CAMPAIGN_FILE: files.campaign.canonical_json(),
     }
@@ -218,6 +226,7 @@ def read_run_dir(run_dir: Path) -> tuple[CampaignFiles, Commit] | None:
     try:
         campaign = parse_campaign(path.read_bytes(), str(path))
         validation = (run_dir / VALIDATION_FILE).read_bytes() if campaign.validation_manifest_sha256 else None
+        start_files = (run_dir / START_FILE).read_bytes() if campaign.start_files_sha256 else None
         manifest, tokenizer = (run_dir / MANIFEST_FILE).read_bytes(), (run_dir / TOKENIZER_FILE).read_bytes()
     except FileNotFoundError as error:
         raise Damaged(f"{error.filename}: missing; {RESTORE}") from None
@@ -227,12 +236,13 @@ def read_run_dir(run_dir: Path) -> tuple[CampaignFiles, Commit] | None:
         (TOKENIZER_FILE, tokenizer, campaign.tokenizer_sha256),
         (MANIFEST_FILE, manifest, campaign.manifest_sha256),
         (VALIDATION_FILE, validation, campaign.validation_manifest_sha256),
+        (START_FILE, start_files, campaign.start_files_sha256),
     ):
         if content is not None and sha256(content) != digest:
             raise Damaged(f"{run_dir / name}: damaged; {RESTORE}")
     if genesis.campaign != campaign.hash:
         raise Damaged(f"{path}: damaged, or of another campaign than {GENESIS_FILE}; {RESTORE}")
-    return CampaignFiles(campaign, manifest, validation, tokenizer, ()), genesis
+    return CampaignFiles(campaign, manifest, validation, tokenizer, (), start_files=start_files), genesis
 
 
 def _begins_with(genesis: Commit, run_dir: Path) -> bool:

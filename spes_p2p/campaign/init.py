@@ -17,6 +17,7 @@ from spes_p2p.campaign.answers import ROUNDS_AT_LEAST, SIZES, Answers, TextSourc
 from spes_p2p.campaign.campaign_yaml import HELD_OUT, TOKENIZER_JSON, TOKENS_FOLDER, TRAIN, campaign_yaml, source_prefix
 from spes_p2p.campaign.files import CampaignFiles, read_campaign
 from spes_p2p.campaign.overlap import HeldOutText
+from spes_p2p.campaign.start_files import START_FILES
 from spes_p2p.config.campaign import CampaignConfig, TrainingConfig, parse_campaign_config
 from spes_p2p.config.model import CONFIG_JSON
 from spes_p2p.data.documents import read_documents, reader_of
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 CAMPAIGN_YAML = "campaign.yaml"
+MADE_FILES = (CAMPAIGN_YAML, TOKENIZER_JSON, CONFIG_JSON, *START_FILES)
 MANY_PASSES = 3.0
 """Warn if the schedule has this many times the passes that were asked for."""
 CARD_BYTES = 24 * 2**30
@@ -67,6 +69,8 @@ def make_campaign(answers: Answers, on_progress: Callable[[Progress], None] = la
             write_whole(tokenizer, answers.tokenizer.read_bytes())
         if answers.start is not None:
             write_whole(folder / CONFIG_JSON, answers.start.config)
+            for path in answers.start.files:
+                write_whole(folder / path.name, path.read_bytes())
         eos_token = _eos_token(answers)
         vocab_size = check_tokenizer(tokenizer, eos_token).vocab_size
         to_tokens = partial(tokenize, eos_token=eos_token, url=answers.url, on_progress=on_progress)
@@ -217,7 +221,7 @@ def check_place(folder: Path, name: str) -> None:
         source = "; without --name it is the folder's" if name == folder.resolve().name else ""
         raise UserError(f"{error}{source}") from None
     require_writable(folder)
-    for made in (CAMPAIGN_YAML, TOKENIZER_JSON, CONFIG_JSON, TOKENS_FOLDER):
+    for made in (*MADE_FILES, TOKENS_FOLDER):
         if (folder / made).exists():
             raise UserError(f"{folder / made}: exists already; choose another folder or remove it")
 
@@ -316,7 +320,7 @@ def _some_text(paths: Sequence[Path], most_characters: float) -> Iterator[str]:
 
 
 def _remove(folder: Path, new: bool) -> None:
-    for name in (CAMPAIGN_YAML, TOKENIZER_JSON, CONFIG_JSON):
+    for name in MADE_FILES:
         (folder / name).unlink(missing_ok=True)
     shutil.rmtree(folder / TOKENS_FOLDER, ignore_errors=True)
     if new and folder.is_dir():

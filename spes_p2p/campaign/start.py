@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from spes_p2p.campaign.files import TOKENIZER_FILE, CampaignFiles
+from spes_p2p.campaign.start_files import GENERATION_CONFIG, START_FILES, TOKENIZER_CONFIG
 from spes_p2p.config.model import CONFIG_JSON, NUM_EXPERTS, ModelSection, TransformersModel
 from spes_p2p.config.problems import validated
 from spes_p2p.data.tokenizers import END_OF_TEXT, load_tokenizer
@@ -23,8 +24,7 @@ from spes_p2p.model.upcycle import FAMILIES, UpcycleRule, check_dense, upcycled_
 from spes_p2p.observe.library_bars import library_bars
 
 HUB_NAME = re.compile(r"(?P<name>[\w.-]+/[\w.-]+)(@(?P<revision>[\w.-]+))?")
-TOKENIZER_CONFIG = "tokenizer_config.json"
-HUB_FILES = ["*.json", "*.safetensors"]
+HUB_FILES = ["*.json", "*.jinja", "*.safetensors"]
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,8 @@ class Start:
     tokenizer: Path
     eos_token: str
     upcycle: UpcycleRule | None
+    files: tuple[Path, ...] = ()
+    """What else export shall write back: the tokenizer's settings, and the checkpoint's for generation."""
 
 
 def find_start(
@@ -70,10 +72,12 @@ def find_start(
     if tokenizer is None and not (found / TOKENIZER_FILE).is_file():
         raise UserError(f"{checkpoint}: has no {TOKENIZER_FILE}; name the tokenizer of its text with --tokenizer")
     tokenizer = tokenizer or found / TOKENIZER_FILE
+    beside = [found / name if name == GENERATION_CONFIG else tokenizer.with_name(name) for name in START_FILES]
     return Start(
         _recorded(checkpoint, found, folder), model, content, tokenizer,
         _eos_token(config, found / CONFIG_JSON, tokenizer),
         None if has_experts else upcycle or "copy",
+        tuple(path for path in beside if path.is_file()),
     )
 
 
@@ -162,5 +166,5 @@ def _named_eos_token(tokenizer_config: Path) -> str | None:
     try:
         named = json.loads(tokenizer_config.read_bytes())["eos_token"]
         return str(named["content"] if isinstance(named, dict) else named) if named else None
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None

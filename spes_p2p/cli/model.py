@@ -50,7 +50,7 @@ def export(
     else:
         output.parent.mkdir(parents=True, exist_ok=True)
         made = _download_base(addresses or [], output.parent)
-    made.write(output, dtype)  # type: ignore[arg-type]
+    made.write(output, dtype, start_files=True)  # type: ignore[arg-type]
     print(f"base of round {made.origin.round} (digest {made.origin.digest[:12]}): {output}")
     if push_to is not None:
         print(push_to_hub(output, push_to, private))

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from spes_p2p.campaign.files import TOKENIZER_FILE, CampaignFiles
+from spes_p2p.campaign.start_files import exported_files
 from spes_p2p.client.chronicle import Chronicle, owners_first
 from spes_p2p.client.connection import SwarmConnection, connect
 from spes_p2p.client.model_card import Origin, card_files, origin_of
@@ -50,8 +51,11 @@ class Exportable:
     """float32: the weights, then the outer momentum."""
     origin: Origin
 
-    def write(self, output: Path, dtype: ExportDtype = "fp32") -> None:
-        """Write the checkpoint. Raises UserError if `output` exists."""
+    def write(self, output: Path, dtype: ExportDtype = "fp32", start_files: bool = False) -> None:
+        """Write the checkpoint, with `start_files` also the campaign's. Raises UserError if `output` exists.
+
+        Without them, nothing in it but model and tokenizer follows the campaign's owner: peers load it while they train.
+        """
         from spes_p2p.model.build import layout_of
         from spes_p2p.model.export import export_checkpoint
 
@@ -61,8 +65,11 @@ class Exportable:
             tokenizer.write_bytes(self.files.tokenizer)
             model = self.files.campaign.config.model
             weights = self.values[: layout_of(model).size]
-            card = card_files(self.origin, dtype)
-            export_checkpoint(model, weights, tokenizer, data.eos_token, data.pad_token, output, card, dtype)
+            beside = card_files(self.origin, dtype)
+            if start_files and self.files.start_files is not None:
+                kept = exported_files(self.files.start_files, data.eos_token, data.pad_token)
+                beside |= {TOKENIZER_FILE: self.files.tokenizer.decode(), **kept}
+            export_checkpoint(model, weights, tokenizer, data.eos_token, data.pad_token, output, beside, dtype)
 
 
 def from_run_dir(run_dir: Path, round_number: int | None = None) -> Exportable:

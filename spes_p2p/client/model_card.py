@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from spes_p2p.model.export import ExportDtype
 
 CARD_FILE, FACTS_FILE = "README.md", "spes_p2p.json"
+HUB_CHECKPOINT = re.compile(r"(\w[\w.-]*/[\w.-]+)@[\w.-]+")
+"""What `init --from` writes of a checkpoint on the Hub: its name and commit; of a folder, a path."""
 
 
 @dataclass(frozen=True)
@@ -117,8 +120,8 @@ def model_card(origin: Origin, dtype: ExportDtype = "fp32") -> str:
     precision = "exact float32 values" if dtype == "fp32" else "values, rounded to bfloat16,"
     return "\n".join(
         [
-            "---", "library_name: transformers", "pipeline_tag: text-generation", "tags:", "- mixture-of-experts",
-            "- decentralized-training", "- spes_p2p", "---", "",
+            "---", "library_name: transformers", "pipeline_tag: text-generation", *_base_model(config), "tags:",
+            "- mixture-of-experts", "- decentralized-training", "- spes_p2p", "---", "",
             f"# {name}, round {origin.round}", "",
             f"A mixture-of-experts language model with {config.model.moe_num_experts} experts in each of "
             f"{config.model.num_hidden_layers} layers, trained from {_beginning(config)}, peer to peer, with "
@@ -185,6 +188,12 @@ def task_metrics(scores: dict[str, Any]) -> str:
         if value is not None and name != "sample_len" and not metric.endswith("_stderr"):
             texts.append(f"{name} {value:.4f}" + (f" ± {error:.4f}" if error is not None else ""))
     return ", ".join(texts)
+
+
+def _base_model(config: CampaignConfig) -> list[str]:
+    """Return the line by which the Hub links a model to the one that it was made from; none where that has no name there."""
+    hub = HUB_CHECKPOINT.fullmatch(config.start.checkpoint) if config.start is not None else None
+    return [f"base_model: {json.dumps(hub[1])}"] if hub else []
 
 
 def _beginning(config: CampaignConfig) -> str:

@@ -261,6 +261,9 @@ class DataConfig(Section):
         return self
 
 
+StartFile = Literal["tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja", "generation_config.json"]
+
+
 class StartConfig(Section):
     """Existing weights for base 0, which is random without this section. Only the bootstrap peer reads the checkpoint."""
 
@@ -269,6 +272,9 @@ class StartConfig(Section):
     upcycle: Literal["copy", "drop", "spes"] | None = Field(
         None, description="Rule by which a dense checkpoint becomes experts (docs/upcycling.md): copies of the MLP (copy), in "
         "each of which half of the neurons are drawn anew (drop), or half of the weights get noise as in SPES's script (spes).")
+    files: tuple[StartFile, ...] = Field(
+        (), description="Further files of the checkpoint, next to the campaign file. Peers carry them, and export writes them "
+        "back: the chat template, special tokens, sampling and end tokens of generation.")
 
 
 class CampaignConfig(Section):
@@ -322,6 +328,8 @@ class Campaign(Section):
     manifest_sha256: str
     validation_manifest_sha256: str | None
     tokenizer_sha256: str
+    start_files_sha256: str | None = None
+    """Of `start.files`, in one; not set without any, as in campaigns that are older than them."""
 
     @property
     def hash(self) -> str:
