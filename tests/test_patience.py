@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import random
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,11 +16,11 @@ import pytest
 from spes_p2p.errors import Refused
 from spes_p2p.messages.codec import pack
 from spes_p2p.messages.framing import Kind
-from spes_p2p.messages.methods import PING, PULL, ROUND
+from spes_p2p.messages.methods import ACCEPT, PING, PULL, ROUND
 from spes_p2p.messages.refusals import Code
 from spes_p2p.messages.rounds import Pong
 from spes_p2p.model.layout import Layout, TensorSpec
-from spes_p2p.net.interfaces import Channel, Handler
+from spes_p2p.net.interfaces import Channel, Handler, World
 from spes_p2p.net.throughput import Throughput
 from spes_p2p.observe.events import RoundFailed
 from spes_p2p.peer.patience import GIVEN_UP_ROUNDS
@@ -191,6 +193,88 @@ def test_members_that_wait_for_coordinators_apart_come_together() -> None:
                 peer.coordinators.patience.give_up(other)
         assert await longest_round_s(swarm, 6) < 12 * SILENCE_S
         swarm.assert_replicas_agree()
+
+    simulate(main)
+
+
+class Failing(Tamper):
+    """From round 3 on, holds all members for some time if it is first in turn, and then says that its attempt failed."""
+
+    def __init__(self, swarm: VirtualSwarm, hold_s: float):
+        self._swarm, self._hold_s = swarm, hold_s
+        self._ends: dict[int, float] = {}
+        """By round: the loop time."""
+
+    def handler(self, method: str, honest: Handler) -> Handler:
+        async def serve(channel: Channel) -> None:
+            node, clock = self._swarm.nodes["X"], asyncio.get_running_loop().time
+            if node.log.round < 3 or node.peer_id != node.coordinators()[0]:
+                await honest(channel)
+                return
+            end = self._ends.setdefault(node.log.round, clock() + self._hold_s)
+            while clock() < end:
+                await channel.send(kind=Kind.HEARTBEAT)
+                await asyncio.sleep(0.5)
+            await channel.send(pack(Refused(Code.FAILED, "no quorum").refusal), kind=Kind.REFUSAL)
+            await channel.finish()
+
+        return serve if method == ROUND else honest
+
+    async def send(self, frame: Frame) -> Frame | None:
+        if frame.method != PING or not frame.is_answer:
+            return frame
+        is_over = asyncio.get_running_loop().time() >= self._ends.get(self._swarm.nodes["X"].log.round, math.inf)
+        return changed(frame, Pong, lambda pong: replace(pong, failed_to_coordinate=pong.round + 1 if is_over else -1))
+
+
+@pytest.mark.long
+def test_a_coordinator_that_fails_just_before_its_time_is_over_is_given_up_at_the_second_time() -> None:
+    async def main() -> None:
+        swarm, clock, hold_s, held = swarm_of(), asyncio.get_running_loop().time, 6 * SILENCE_S, 0
+        swarm.around["X"] = lambda world: tampered(Liar(world, swarm.campaign.config), Failing(swarm, hold_s))
+        swarm.start_all(HONEST + "X")
+        await swarm.until_round(3)
+        for number in range(4, 4 + GIVEN_UP_ROUNDS):
+            began = clock()
+            await swarm.until_round(number)
+            held += clock() - began > hold_s
+        assert held == 2
+        assert all(swarm.peers[name].coordinators.patience.skips(swarm.nodes["X"].peer_id) for name in HONEST)
+
+    simulate(main)
+
+
+class Voteless(Tamper):
+    """Reaches no other elector for its votes while it is among the first two in turn."""
+
+    def __init__(self, swarm: VirtualSwarm, name: str):
+        self._swarm, self._name = swarm, name
+
+    async def send(self, frame: Frame) -> Frame | None:
+        node, helper = self._swarm.nodes[self._name], self._swarm.nodes["W"].peer_id
+        first = node.coordinators()[:2]
+        is_cut = frame.method == ACCEPT and not frame.is_answer and node.peer_id in first and helper not in first
+        return None if is_cut and node.log.round >= 3 else frame
+
+
+def voteless(swarm: VirtualSwarm, name: str, world: World) -> World:
+    return tampered(Liar(world, swarm.campaign.config), Voteless(swarm, name))
+
+
+@pytest.mark.long
+def test_a_coordinator_whose_electors_are_away_is_not_given_up() -> None:
+    async def main() -> None:
+        swarm = swarm_of()
+        for name in HONEST + "D":
+            swarm.around[name] = partial(voteless, swarm, name)
+        swarm.start_all(HONEST + "D")
+        await swarm.until_round(12)
+        failed = Counter(event.round for event in swarm.recorders["A"].of(RoundFailed))
+        assert len(failed) > 4
+        assert max(failed.values()) > 1
+        for name in HONEST:
+            patience = swarm.peers[name].coordinators.patience
+            assert not any(patience.skips(node.peer_id) for node in swarm.nodes.values())
 
     simulate(main)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 from collections.abc import Collection, Iterable, Sequence
 
 from spes_p2p.consensus.electorate import taking_turns
@@ -17,7 +18,7 @@ from spes_p2p.messages.refusals import Code
 from spes_p2p.messages.rounds import Report, Revision, Staged, Stalled
 from spes_p2p.net.rpc import Stream
 from spes_p2p.net.unpacking import beside
-from spes_p2p.peer.courtesy import LEAST_SHARE, Wait
+from spes_p2p.peer.courtesy import KNOWN_PATIENCE, LEAST_SHARE, Wait
 from spes_p2p.peer.gathering import LOOK_S, PING_EVERY_S, Gathering, RoundContext
 from spes_p2p.peer.transfers import COMPLAINT_SILENCES
 from spes_p2p.rounds.commit import HOLDERS, check_staged, disagreeing, lost_reducers, unserved_reducers
@@ -26,9 +27,6 @@ from spes_p2p.rounds.planned import trusted
 from spes_p2p.rounds.results import Results
 
 logger = logging.getLogger(__name__)
-
-KNOWN_PATIENCE = 2.0
-"""Where most members are strangers, wait for half of the others and for this many times what the lines of those need."""
 
 
 class StagedReports:
@@ -132,6 +130,7 @@ class StagedReports:
         deadline = started + 2 * limit_s
         names = [member.peer for member in members]
         half_at: float | None = None
+        looked_at, lateness = started, self._context.node.lateness
         alive, changed = self._members.alive, self._members.changed
         while (now := loop.time()) < deadline:
             changed.clear()
@@ -140,6 +139,10 @@ class StagedReports:
                 self._drop(reducer)
             waiting = [i for i, peer in enumerate(names) if i not in self.staged and peer in alive]
             are_held = len(known) == len(names) or len(self.staged.keys() & known) >= min(HOLDERS, len(known))
+            due = max(2 * half_at - started, started + known_s) if half_at is not None and are_held else math.inf
+            lateness.add((names[i] for i in known.intersection(waiting)), now - max(due, looked_at))
+            due_s = due - now if due > now else PING_EVERY_S
+            looked_at, late = now, [names[i] for i in known.intersection(waiting) if now >= due and names[i] in lateness.late]
             decisive: Collection[int] = known | {part.reducer for part in self.results.parts}
             if len(decisive) < HOLDERS:
                 decisive = range(len(names))
@@ -166,6 +169,9 @@ class StagedReports:
                     continue
                 await self._ask_in_full([names[i] for i in unclear])
                 half_at = now  # they get the same time once more
+            elif late:
+                self._give_up(late)
+                left_s = None
             elif half_at is None and (self._has_half(decisive) or (now - started > known_s and self._has_half(known))):
                 half_at = now
             elif (half_at is not None and are_held and now - half_at > self._patience(half_at - started)) or left_s == 0:
@@ -173,7 +179,7 @@ class StagedReports:
                 self._give_up(names[i] for i in waiting)
                 left_s = None
             with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(changed.wait(), min(PING_EVERY_S, left_s or PING_EVERY_S, deadline - now))
+                await asyncio.wait_for(changed.wait(), min(PING_EVERY_S, left_s or PING_EVERY_S, due_s, deadline - now))
             await asyncio.sleep(LOOK_S * len(names))
 
     def _has_half(self, members: Collection[int]) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,7 +16,7 @@ from spes_p2p.consensus.output import Identity
 from spes_p2p.messages.rounds import Update
 from spes_p2p.net.rpc import RpcEndpoint
 from spes_p2p.peer.cell_means import CellMeans
-from spes_p2p.peer.courtesy import REDUCERS_SHARE, Courtesy
+from spes_p2p.peer.courtesy import REDUCERS_SHARE, Courtesy, Lateness
 from spes_p2p.rounds.digest import content_digest
 from spes_p2p.rounds.parts import Part, push_turns
 from spes_p2p.rounds.planned import Plan
@@ -52,6 +53,8 @@ class ExchangeContext:
     """Seconds that the lines of all others need for what they move; strangers may need as much."""
     round_s: float = 0.0
     """Seconds from the last commit to the plan."""
+    lateness: Lateness = field(default_factory=lambda: Lateness(math.inf))
+    """Who has held up this peer."""
     cell_means: CellMeans = field(default_factory=CellMeans)
 
     @property

@@ -60,7 +60,7 @@ class Exchanges:
             self._node.endpoint, self._node.world.identity, results, update, self._work.residuals.by_key,
             exchange_limit_s(results.parts, plan.members), ledger.tokens_behind, self._node.world.run_blocking, self._scratch,
             sync.bound_influence, self._strangers,
-            exchange_s(results.parts, plan.members, trusted(plan.members)), round_s,
+            exchange_s(results.parts, plan.members, trusted(plan.members)), round_s, self._node.lateness,
         ))
         self._inputs[plan.id] = plan.round, [exchange.inputs]
         if self._builder is not None:

@@ -35,6 +35,7 @@ from spes_p2p.net.interfaces import World
 from spes_p2p.net.rpc import RpcEndpoint, Stream
 from spes_p2p.net.tasks import end_tasks
 from spes_p2p.observe.events import Observer, PeersSeen
+from spes_p2p.peer.courtesy import Lateness
 from spes_p2p.peer.decisions import Decisions
 from spes_p2p.peer.departures import Departures
 from spes_p2p.rounds.plan import Rules, needs_vouched
@@ -89,6 +90,7 @@ class Node:
         self.invitation = invitation
         self.named = named
         self.endpoint = RpcEndpoint(world.transport, campaign.config.sync.silence_s, world.line)
+        self.lateness = Lateness(campaign.config.sync.silence_s)
         self.decisions = Decisions(world, self.endpoint, genesis)
         self.log, self.controls = self.decisions.log, self.decisions.controls
         world.registry.keepers = keepers_of(genesis, world.registry.keepers)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -41,6 +42,10 @@ OWN_FACTOR = 2
 With one, the attempt ends by itself."""
 GIVEN_UP_ROUNDS = 16
 """Skip a coordinator that was given up for this many rounds: else it would hold up each round in which its turn is first."""
+HELD_SILENCES = 2
+"""Remember an attempt that ends in vain, with a quorum ready, after it kept this peer for this many times `silence_s`."""
+HELD_ROUNDS = 2 * GIVEN_UP_ROUNDS
+"""Give up a coordinator at its second such attempt within this many rounds; one that comes back and fails again, at once."""
 MAX_FACTOR = 2**10
 
 Work = Callable[[], tuple[Mapping[str, int], Collection[str]]]
@@ -87,6 +92,8 @@ class Patience:
         """By coordinator: the round in which it was given up."""
         self._followed: dict[str, int] = {}
         """By coordinator: the last round in which this peer went to it since others were there."""
+        self._held_in: dict[str, int] = {}
+        """By coordinator: the last round in which its attempt failed after it had kept this peer for long."""
         self._factor = 1
         self._begin("")
 
@@ -94,6 +101,7 @@ class Patience:
         """Begin with the round after the last commit; nothing changes if it has begun before."""
         if self._parent != self._node.log.last.id:
             self._factor = 1
+            self._remember_failures()
             self._begin(self._node.log.last.id)
         self.announced = self._node.log.round + 1
 
@@ -109,6 +117,23 @@ class Patience:
         """The coordinators that have proposed."""
         self._failed: set[str] = set()
         self._unreachable: set[str] = set()
+        self._came: tuple[str, float] = "", 0.0
+        """The coordinator of the last attempt, and the loop time since which attempts were made with it alone."""
+        self._held: set[str] = set()
+        """Coordinators whose attempts ended without a decision after they had kept this peer for long."""
+
+    def _remember_failures(self) -> None:
+        """Remember who kept this peer in vain in the round that is decided now; give up those that did it not long before.
+
+        Not those that decided the round after all, nor where others were lost or failed, too: then electors were missing.
+        """
+        number = self._node.log.round
+        decided_by = {each.ballot.coordinator for each in self._node.log.since(number - 1)}
+        for coordinator in self._held - decided_by:
+            if not (self._failed | self._unreachable) - {coordinator}:
+                if self._held_in.get(coordinator, -math.inf) > number - HELD_ROUNDS:
+                    self.give_up(coordinator)
+                self._held_in[coordinator] = number
 
     async def watch(self) -> None:
         """Find out when a quorum of the phase's trainers is ready for the round, and when an exchange has come to an end."""
@@ -133,6 +158,8 @@ class Patience:
         Returns the one for which more wait than for this one; "" if there is none.
         """
         self._since.setdefault(coordinator, _now())
+        if self._came[0] != coordinator:
+            self._came = coordinator, _now()
         self._unreachable.discard(coordinator)
         self.waits_for, self._elsewhere = coordinator, ""
         try:
@@ -144,6 +171,10 @@ class Patience:
                 await asyncio.sleep(self._silence_s / 4)
         finally:
             self.waits_for = ""
+            is_in_vain = self._node.log.last.id == self._parent and not self._elsewhere and coordinator != self._node.peer_id
+            is_long = self._limit_s is not None and _now() - self._came[1] > HELD_SILENCES * self._silence_s
+            if is_in_vain and is_long:
+                self._held.add(coordinator)
         return ""
 
     def proposed(self, coordinator: str, exchange_limit_s: float | None = None) -> None:

@@ -24,7 +24,7 @@ from spes_p2p.messages.rounds import Manifest, Pushed, Update
 from spes_p2p.net.rpc import Stream
 from spes_p2p.net.tasks import end_tasks
 from spes_p2p.peer.cell_means import CellMean
-from spes_p2p.peer.courtesy import EARLY_S, LEAST_SHARE, Wait
+from spes_p2p.peer.courtesy import EARLY_S, KNOWN_PATIENCE, LEAST_SHARE, Wait
 from spes_p2p.peer.exchange_context import EncodedUpdate, ExchangeContext, SentUpdate, next_batch
 from spes_p2p.peer.kept_inputs import Input, KeptInputs
 from spes_p2p.peer.part_frames import Deadline, read_update
@@ -145,7 +145,9 @@ class Reducer:
         """Make all sums: each when its last update arrives or the sender is lost. Then write the manifest."""
         clock, detector = asyncio.get_running_loop().time, self.context.endpoint.detector
         started, me = clock(), self.context.me
-        strangers = set(range(len(self.context.names))) - trusted(self.context.plan.members)
+        known, names = trusted(self.context.plan.members), self.context.names
+        strangers, known = set(range(len(names))) - known, known - self._hubs  # a hub waits for its cell
+        half, half_at, due, looked_at = len(known & self._awaited_now() | {me}) / 2, math.inf, math.inf, started
         wait: Wait | None = None
         alone_at: float | None = None
         """Loop time since when only strangers are awaited."""
@@ -159,13 +161,20 @@ class Reducer:
                     break
                 self._news.clear()
                 due_s = started + self.context.trusted_s - clock() if wait is None else wait.left_s()
+                if (late_s := due - clock()) > EARLY_S and wait is None:
+                    due_s = min(late_s, due_s) if due_s > EARLY_S else late_s
                 waits_s = self.context.endpoint.silence_s / 4
                 with contextlib.suppress(asyncio.TimeoutError):
                     await asyncio.wait_for(self._news.wait(), min(waits_s, due_s) if due_s > EARLY_S else waits_s)
                 waited_s = clock() - started
-                awaited = set().union(*self._awaited.values())
+                awaited = self._awaited_now()
+                half_at = min(half_at, clock()) if len(awaited & known) <= half else math.inf
+                due = started + KNOWN_PATIENCE * max(half_at - started, self.context.trusted_s)
+                self.context.lateness.add((names[i] for i in awaited & known), clock() - max(due, looked_at))
+                looked_at, late = clock(), self.context.lateness.late
                 unheard = awaited - self._pushing - self._lost
-                lost = {i for i in unheard if waited_s >= detector.bound(self.context.names[i])}
+                lost = {i for i in unheard if waited_s >= detector.bound(names[i])}
+                lost |= {i for i in awaited & known if names[i] in late and clock() >= due}
                 lost |= {i for i in self._pushing - {me} if clock() >= self._push_due_at(i, started)}
                 if wait is not None and not awaited:
                     wait.end(is_in_vain=False, at=self._counted_at)
@@ -185,6 +194,9 @@ class Reducer:
                 wait.end(is_in_vain=True)
             await end_tasks([taking])
         self._write_manifest()
+
+    def _awaited_now(self) -> set[int]:
+        return set().union(*self._awaited.values())
 
     async def _take_own_cells(self) -> None:
         """Take this hub's own means of its cell for the parts that it also reduces."""
