@@ -29,7 +29,7 @@ from spes_p2p.testing.memory_network import MemoryNetwork
 from spes_p2p.testing.simulate import virtual
 from spes_p2p.testing.simulate.audit import Audit, Figures
 from spes_p2p.testing.simulate.report import Attacked, RunReport, attack_figures, lines, summary
-from spes_p2p.testing.simulate.scenario import Scenario, peer_names, runs_of
+from spes_p2p.testing.simulate.scenario import DEFAULT_ATTACKED_ROUNDS, Scenario, peer_names, runs_of
 from spes_p2p.testing.simulate.swarm import EXPERTS, LAYOUT, VirtualSwarm, campaign, simulate
 from spes_p2p.testing.simulate.virtual import run_seed
 from spes_p2p.testing.synthetic import SyntheticTrainer
@@ -184,21 +184,50 @@ def test_what_a_run_without_rounds_does_not_tell_is_null_and_not_said_to_be_smal
 def test_the_records_of_tools_attacks_hold_what_its_tables_show(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tool = runpy.run_path(str(ROOT / "tools" / "attacks"))
     runs = [run(0, None, 2.0, 5.0), run(0, "scale", 3.0, 6.0, 1)]
-    named = zip(("none", "scale"), runs, strict=True)
-    kept = [json.loads(json.dumps(tool["record_of"]("one", attack, each))) for attack, each in named]
+    named, scenario = zip(("none", "scale"), runs, strict=True), Scenario(peer_names(6), 7, audited_share=0.02)
+    kept = [json.loads(json.dumps(tool["record_of"]("one", attack, scenario, each))) for attack, each in named]
     assert attack_figures([tool["report_of"](each) for each in kept]) == attack_figures(runs)
     for each in kept:
         append_result(tmp_path / "results", each)
     tool["table"](argparse.Namespace(results=tmp_path / "results"))
-    assert "| `scale` | 1 | 1.5 | +1.0 s | +20 % | +5 MB | 7 | 1 (3) | 0 | 0, 0 |" in capsys.readouterr().out
-    asked = {"setting": ["one", "friends"], "attacks": ["outbid"], "seeds": 2, "rounds": 7, "config": Path("a"), "device": "b"}
+    told = capsys.readouterr().out
+    assert "| `scale` | 1 | 1.5 | +1.0 s | +20 % | +5 MB | 7 | 1 (3) | 0 | 0, 0 |" in told
+    assert '"rounds": 7, "audited_share": 0.02}' in told
+    asked = {
+        "setting": ["one", "friends"], "attacks": ["outbid"], "seeds": 2, "rounds": 7, "audited_share": 0.02,
+        "config": Path("a"), "device": "b",
+    }
     wanted = tool["runs_of"](argparse.Namespace(**asked))
     assert [each[:3] for each in wanted] == [
         (setting, seed, attack) for seed in (0, 1) for setting, attacks in
         (("one", ("none", "seated", "outbid")), ("friends", ("none", "outbid"))) for attack in attacks
     ]
     assert {scenario.admission for setting, _, _, scenario in wanted if setting == "one"} == {"open"}
-    assert {(scenario.rounds, scenario.config, scenario.device) for *_, scenario in wanted} == {(7, Path("a"), "b")}
+    for *_, each in wanted:
+        assert (each.rounds, each.audited_share, each.config, each.device) == (7, 0.02, Path("a"), "b")
+
+
+def test_tools_attacks_keeps_runs_with_other_rounds_and_audited_shares_apart(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tool, results = runpy.run_path(str(ROOT / "tools" / "attacks")), tmp_path / "results"
+    half, few = (Scenario(peer_names(6), 7, audited_share=share) for share in (0.5, 0.02))
+    longer = replace(half, rounds=8)
+    for scenario, loss in ((half, 1.0), (few, 3.0)):
+        append_result(results, tool["record_of"]("one", "none", scenario, run(0, None, loss, 5.0)))
+    append_result(results, tool["record_of"]("one", "scale", few, run(0, "scale", 3.3, 5.0)))
+    tool["table"](argparse.Namespace(results=results))
+    told = capsys.readouterr().out
+    assert "| `scale` | 1 | 1.1 |" in told
+    assert ["{0: 1.0}" in told, "{0: 3.0}" in told] == [True, True]
+    old = {"setting": "one", "seed": 0, "attack": "scale"}  # without rounds and share
+    records = [json.loads(line) for line in results.read_text().splitlines()]
+    asked = {"setting": ["one"], "attacks": ["none"], "seeds": 1, "rounds": 7, "audited_share": 0.5}
+    alone = tool["runs_of"](argparse.Namespace(**asked, config=None, device="cpu"))
+    assert [(*each[:3], each[3].attack, each[3].audited_share) for each in alone] == [("one", 0, "none", None, 0.5)]
+    wanted = [("one", 0, attack, each) for each in (half, few, longer) for attack in ("none", "scale")]
+    assert tool["left_of"](wanted, records) == [("one", 0, "scale", half), *wanted[4:]]
+    assert tool["left_of"](wanted, [old]) == [each for each in wanted if each[2:] != ("scale", half)]
 
 
 # Whole swarms -------------------------------------------------------------------------------------------------------------
@@ -234,9 +263,7 @@ def in_the_open(kind: AttackKind | None) -> RunReport:
 
     Without audits: a convicted attacker trains no more, which costs so short a run more than what it did.
     """
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(virtual, "AUDITED_SHARE", 0.0)
-        return attacked(kind, peer_names=peer_names(6), rounds=8, admission="open")
+    return attacked(kind, peer_names=peer_names(6), rounds=8, admission="open", audited_share=0.0)
 
 
 @pytest.mark.long
@@ -248,6 +275,19 @@ def test_in_an_open_campaign_one_attacker_of_six_costs_at_most_3_percent_of_the_
     figures = attack_figures([clean, found])
     assert figures["attacks"][kind]["lies"] > 0
     assert figures["honest_banned"] == 0
+    assert figures["loss_over_clean"] < 1.03
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["sybils", "turncoat"])
+def test_in_an_open_campaign_of_twenty_rounds_the_costliest_kinds_cost_at_most_3_percent_of_the_loss(kind: AttackKind) -> None:
+    """With audits, which convict sybils. Shorter runs cost more: who is found out trains no more."""
+    whole = Scenario(peer_names(6), DEFAULT_ATTACKED_ROUNDS, attackers=1, attacks=(kind,), admission="open")
+    found = [run_seed(each, 0) for each in runs_of(whole)]
+    assert [each.violations for each in found] == [()] * len(found)
+    figures = attack_figures(found)
+    assert figures["attacks"][kind]["lies"] > 0
+    assert (figures["honest_banned"], figures["attackers_banned"]) == (0, int(kind == "turncoat"))
     assert figures["loss_over_clean"] < 1.03
 
 

@@ -459,6 +459,9 @@ BAD_COMMANDS: dict[str, tuple[Callable[[Place], list[str]], tuple[str, ...]]] = 
     "simulate processes admission": (
         lambda p: ["simulate", "--processes", "--config", str(p.campaign), "--admission", "open", "--run-dir", p.output],
         ("sets admission", "omit --admission")),
+    "simulate processes audited share": (
+        lambda p: ["simulate", "--processes", "--config", str(p.campaign), "--audited-share", "0.1", "--run-dir", p.output],
+        ("sets sync.audited_share", "omit --audited-share")),
     "simulate processes run-dir": (
         lambda p: ["simulate", "--processes", "--config", str(p.campaign), "--run-dir", str(Path(a_file(p)).parent)],
         ("not empty",)),

@@ -19,16 +19,16 @@ from spes_p2p.testing.simulate.audit import Audit
 from spes_p2p.testing.simulate.campaign_files import write_campaign
 from spes_p2p.testing.simulate.decisions import Held, compare
 from spes_p2p.testing.simulate.process_swarm import Process
-from spes_p2p.testing.simulate.scenario import AUDITED_SHARE, Scenario, peer_names
+from spes_p2p.testing.simulate.scenario import Scenario, peer_names
 from spes_p2p.testing.simulate.swarm import VirtualSwarm, campaign, simulate
 
 Run = tuple[dict[str, list[Commit]], list[Held]]
 
 
 def test_what_audits_and_proofs_found_is_read_from_the_logs_of_processes(tmp_path: Path) -> None:
-    scenario = Scenario(peer_names(3), 2, attackers=1, attacks=("copy",), attack="copy", admission="open")
+    scenario = Scenario(peer_names(3), 2, attackers=1, attacks=("copy",), attack="copy", admission="open", audited_share=0.3)
     config = write_campaign(tmp_path / "campaign", scenario, 0)
-    assert read_campaign(config).campaign.config.sync.audited_share == AUDITED_SHARE
+    assert read_campaign(config).campaign.config.sync.audited_share == 0.3
     run = processes._Run(scenario, config, tmp_path, 0, None, lambda done, total: None)
     first = commit_before(make_plan_of([member(peer, 100, ()) for peer in ("A", "B", "X")]))
     failed = (Verdict("A", "X", 1, False), Verdict("A", "B", 1, False), Verdict("B", "A", 1, True))

@@ -54,6 +54,8 @@ def simulate(
     attackers: Annotated[int | None, typer.Option(help="How many of the trainers attack; less than half.")] = None,
     attacks: Annotated[str | None, typer.Option(help="Kinds of attacks, comma-separated, or all: a run for each.")] = None,
     admission: Annotated[str | None, typer.Option(help="Who may join: friends (default) or open.")] = None,
+    audited_share: Annotated[float | None, typer.Option(
+        help="Share of the phases that audits draw with --admission open. Default: half, since runs are short.")] = None,
     jobs: Annotated[int | None, typer.Option(help="Seeds to run in parallel. Default: one per core.")] = None,
     event_log: Annotated[Path | None, typer.Option(help="Write the event log of a single seed to this file.")] = None,
     run_dir: Annotated[Path, typer.Option(help="New folder for the processes' run-dirs.")] = Path("runs/simulate"),
@@ -72,6 +74,7 @@ def simulate(
         "peers": peers, "rounds": rounds, "fault_rate": fault_rate,
         "kinds": faults.split(",") if faults is not None else None, "points": points.split(",") if points is not None else None,
         "overlap": overlap or None, "churn": churn, "attackers": attackers, "admission": admission,
+        "audited_share": audited_share,
         "attacks": attacks.split(",") if attacks is not None else None,
     }
     progress = partial(ProgressBar, unit="with the quiet ones at the end")

@@ -10,7 +10,7 @@ import yaml
 
 from spes_p2p.data.tokenizers import train_tokenizer
 from spes_p2p.data.tokenizing import tokenize
-from spes_p2p.testing.simulate.scenario import AUDITED_SHARE, Scenario
+from spes_p2p.testing.simulate.scenario import Scenario
 
 VOCABULARY = 512
 DOCUMENTS = {"train": 4000, "held_out": 100}
@@ -59,7 +59,7 @@ def _settings(scenario: Scenario, tokenizer: str) -> dict[str, object]:
         "merge": {"merge_interval": 40, "merge_alpha_start": 0.05, "merge_decay_steps": 200},
         "sync": {
             "overlap": scenario.overlap, "min_peers": len(scenario.peer_names) - scenario.attackers, "join_grace_s": 2.0,
-            "silence_s": SILENCE_S, "reform_after_s": 60.0, "audited_share": AUDITED_SHARE,
+            "silence_s": SILENCE_S, "reform_after_s": 60.0, "audited_share": scenario.audited_share,
         },
         "evaluation": {"every_rounds": 1, "max_samples": 32},
         "data": {

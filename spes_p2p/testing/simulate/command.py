@@ -96,6 +96,8 @@ def simulate_processes(
         raise UserError(f"--config {config}: the campaign file sets sync.overlap; omit --overlap")
     if config is not None and scenario.admission != "friends":
         raise UserError(f"--config {config}: the campaign file sets admission; omit --admission")
+    if config is not None and options.get("audited_share") is not None:
+        raise UserError(f"--config {config}: the campaign file sets sync.audited_share; omit --audited-share")
     check_memory(len(scenario.peer_names), psutil.virtual_memory().available)
     started = time.monotonic()
     folder = run_dir.with_name(f"{run_dir.name}-campaign")

@@ -29,7 +29,7 @@ BOOTSTRAP = "bootstrap"
 WARM_ROUNDS = 2
 """Rounds after which the growth of memory counts: the first ones load libraries."""
 AUDITED_SHARE = 0.5
-"""Of an open campaign. Runs have too few rounds for the default."""
+"""Default of `audited_share`. Runs have too few rounds for that of campaigns."""
 OPTIONS = {"kinds": "faults"}
 """Options whose names differ from their fields."""
 DEFAULT_SECONDS = 10.0
@@ -136,6 +136,8 @@ class ScenarioSettings(Section):
     attacks: tuple[AttackKind, ...] = Field(ATTACK_KINDS, description="Kinds of attacks, one in each run.")
     admission: Literal["friends", "open"] = Field(
         "friends", description="The campaign's rule. open: every second honest trainer is vouched for, and liars that need it.")
+    audited_share: Fraction = Field(
+        AUDITED_SHARE, description="Of the phases in an open campaign, the share that audits draw (`sync.audited_share`).")
 
     @model_validator(mode="after")
     def _check(self) -> ScenarioSettings:
@@ -188,6 +190,8 @@ class Scenario:
     seated: bool = False
     """In a run without attack: whether attackers have the seats that some kinds need."""
     admission: Literal["friends", "open"] = "friends"
+    audited_share: float = AUDITED_SHARE
+    """Of the phases in an open campaign, the share that audits draw."""
     config: Path | None = None
     """Campaign file whose model and text the peers train instead of the small ones (virtual form, with attackers)."""
     device: str = "cpu"
@@ -273,6 +277,7 @@ def _scenario(settings: ScenarioSettings) -> Scenario:
         attackers=settings.attackers,
         attacks=settings.attacks if settings.attackers else (),
         admission=settings.admission,
+        audited_share=settings.audited_share,
     )
 
 

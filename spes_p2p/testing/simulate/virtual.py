@@ -53,7 +53,7 @@ from spes_p2p.testing.simulate.churn import keep_churning
 from spes_p2p.testing.simulate.injector import Injector, now
 from spes_p2p.testing.simulate.points import point_of_event, point_of_write
 from spes_p2p.testing.simulate.report import Attacked, RunReport, found_out
-from spes_p2p.testing.simulate.scenario import AUDITED_SHARE, BOOTSTRAP, WARM_ROUNDS, Scenario, bytes_per_s, runs_of
+from spes_p2p.testing.simulate.scenario import BOOTSTRAP, WARM_ROUNDS, Scenario, bytes_per_s, runs_of
 from spes_p2p.testing.simulate.swarm import LAYOUT, VirtualSwarm, campaign
 from spes_p2p.testing.simulate.work import ROUNDING, Work
 from spes_p2p.testing.virtual_loop import run_virtual, running_peer
@@ -482,7 +482,7 @@ def _campaign(scenario: Scenario, codec: str, rng: random.Random) -> Campaign:
             "min_peers": max(1, min(len(scenario.peer_names), START_TOGETHER) // 2),
             "silence_s": SILENCE_S, "reform_after_s": REFORM_AFTER_S,
             "overlap": scenario.overlap,
-            "audited_share": AUDITED_SHARE,
+            "audited_share": scenario.audited_share,
         },
         "evaluation": {"every_rounds": 0},
     }
