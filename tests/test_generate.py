@@ -127,7 +127,7 @@ class Made:
     origin: Any
     checkpoint: Path
 
-    def write(self, output: Path) -> None:
+    def write(self, output: Path, dtype: str) -> None:
         shutil.copytree(self.checkpoint, output)
 
 
