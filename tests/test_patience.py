@@ -230,7 +230,7 @@ class Failing(Tamper):
 @pytest.mark.long
 def test_a_coordinator_that_fails_just_before_its_time_is_over_is_given_up_at_the_second_time() -> None:
     async def main() -> None:
-        swarm, clock, hold_s, held = swarm_of(), asyncio.get_running_loop().time, 6 * SILENCE_S, 0
+        swarm, clock, hold_s, held = swarm_of(), asyncio.get_running_loop().time, 8 * SILENCE_S, 0
         swarm.around["X"] = lambda world: tampered(Liar(world, swarm.campaign.config), Failing(swarm, hold_s))
         swarm.start_all(HONEST + "X")
         await swarm.until_round(3)

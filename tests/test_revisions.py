@@ -10,18 +10,21 @@ from exchange_round import LAYOUT, PART_BYTES, make_plan_of, member
 from hypothesis import given
 from hypothesis import strategies as st
 
+from spes_p2p.consensus.acceptor import INCARNATION_BYTES
 from spes_p2p.consensus.signed import sign
 from spes_p2p.errors import PeerUnreachable, Refused
 from spes_p2p.messages.codec import WireError, pack
 from spes_p2p.messages.consensus import Commit
 from spes_p2p.messages.methods import PROTOCOL_VERSION, ROUND
-from spes_p2p.messages.rounds import Announcement, Manifest
+from spes_p2p.messages.rounds import Announcement, Manifest, Staged
 from spes_p2p.net import throughput
 from spes_p2p.net.rpc import RpcEndpoint
 from spes_p2p.rounds.codecs import CODECS, GroupCodecs
+from spes_p2p.rounds.commit import staged_report, unserved_reducers
+from spes_p2p.rounds.digest import content_digest
 from spes_p2p.rounds.parts import to_mask
 from spes_p2p.rounds.result_file import ResultFile
-from spes_p2p.rounds.results import Results, bodies_name, load_results, results_name, save_results
+from spes_p2p.rounds.results import ABSENT, Results, bodies_name, load_results, results_name, save_results
 from spes_p2p.testing.memory_store import MemoryStore
 from spes_p2p.testing.simulate.swarm import VirtualSwarm, campaign, simulate
 from spes_p2p.testing.simulated_identity import SimulatedIdentity
@@ -224,3 +227,41 @@ async def take_part_and_idle(swarm: VirtualSwarm) -> None:
                     await stream.message()
         except (PeerUnreachable, Refused):
             await asyncio.sleep(0.5)
+
+
+def reports(misses: dict[str, str], reduces: str = "ABC") -> tuple[Results, dict[int, Staged]]:
+    """Return what members of PLAN report: each lacks the parts of the reducers in `misses`; only `reduces` made any."""
+    results, names, encoded = results_of_plan(), "ABCD", b"mean"
+    for reducer, name in enumerate(names):
+        if own := results.reduced_by(reducer):
+            is_made, width = name in reduces, len(to_mask((), len(names)))
+            digests = (content_digest(encoded) if is_made else ABSENT) * len(own)
+            masks = b"".join(to_mask(part.contributors if is_made else (), len(names)) for part in own)
+            results.add_manifest(Manifest(PLAN.id, reducer, 0, digests, masks, bytes(width * len(own)), ABSENT * len(own)))
+    staged = {}
+    for index, name in enumerate(names):
+        held = results_of_plan()
+        held.manifests.update(results.manifests)
+        for part in held.parts:
+            if names[part.reducer] not in misses.get(name, ""):
+                held.put(part.index, encoded)
+        staged[index] = staged_report(held, index, "00" * INCARNATION_BYTES)
+    return results, staged
+
+
+@pytest.mark.parametrize(("misses", "living", "unserved"), [
+    ({}, "ABCD", ""),
+    (dict.fromkeys("BCD", "A"), "ABCD", "A"),
+    (dict.fromkeys("BC", "A"), "ABCD", ""),  # D holds them: two hold a part
+    (dict.fromkeys("BC", "A"), "ABC", "A"),
+    ({"B": "A"}, "AB", ""),  # a single witness
+    ({name: "ABC".replace(name, "") for name in "ABCD"}, "ABCD", ""),  # nobody would be left to reduce
+])
+def test_a_reducer_serves_nobody_if_no_two_hold_its_part(misses: dict[str, str], living: str, unserved: str) -> None:
+    results, staged = reports(misses)
+    assert {"ABCD"[i] for i in unserved_reducers(results, staged, set(map("ABCD".index, living)))} == set(unserved)
+
+
+def test_a_reducer_that_trains_a_part_and_calls_it_absent_serves_nobody() -> None:
+    results, staged = reports({}, reduces="BC")
+    assert unserved_reducers(results, staged, set(range(4))) == {0}

@@ -37,6 +37,11 @@ class OtherBranches:
         """Where the branches part; None when no round of the log's term is known to be decided twice."""
         return self._fork if self._fork is not None and self._fork.mine.commit.term == self._log.last.term else None
 
+    @property
+    def held(self) -> int:
+        """Number of commits of other branches."""
+        return sum(map(len, self._branches))
+
     def holds(self, commit: Commit) -> bool:
         """Return whether this commit is on another branch."""
         return self.fork is not None and any(commit.id == each.commit.id for branch in self._branches for each in branch)

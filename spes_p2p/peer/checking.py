@@ -98,8 +98,9 @@ class Checking:
 
         If it was asked for less than `silence_s`, it may have kept the inputs no longer.
         """
-        last = self._node.log.last
-        return last.round == commit.round + 1 and reducer in last.members and asked_s > self._node.endpoint.silence_s
+        log, following = self._node.log, commit.round + 1
+        is_member = log.begins < following <= log.round and reducer in log.commit_at(following).members
+        return is_member and asked_s > self._node.endpoint.silence_s
 
     async def _inputs(self, results: Results, part: Part, patience_s: float = math.inf) -> Inputs:
         """Ask a reducer for the inputs of a mean. Raises PeerUnreachable, Refused, WireError.

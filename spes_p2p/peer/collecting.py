@@ -240,6 +240,7 @@ class StagedReports:
         logger.info("round %d: %d reducers are lost, their parts go to others", self._round, len(lost))
         self.results.revise(lost)
         self._complaints.clear()
+        self._asked.clear()
         gone = {i for i, member in enumerate(self.results.plan.members) if member.peer not in self._members.alive}
         self.staged = {i: staged for i, staged in self.staged.items() if i in gone and i not in lost}
 

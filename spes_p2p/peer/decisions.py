@@ -130,7 +130,7 @@ class Decisions:
         """
         after = self.log.round if after is None else after
         clock, may_go_back = asyncio.get_running_loop().time, True
-        known, until = self.log.last.id, math.inf
+        known, until = self._known(), math.inf
         while True:
             try:
                 reply = await self._endpoint.ask_in_turn(peer, COMMITS, pack(CommitsRequest(after)), is_patient)
@@ -153,10 +153,14 @@ class Decisions:
                 may_go_back, after = False, self.log.begins
                 continue
             after = found[-1].commit.round
-            if until == math.inf or self.log.last.id != known:
-                known, until = self.log.last.id, clock() + self._endpoint.silence_s
+            if until == math.inf or self._known() != known:
+                known, until = self._known(), clock() + self._endpoint.silence_s
             elif clock() >= until:
                 raise PeerUnreachable(f"{peer[-6:]} gives nothing but known commits")
+
+    def _known(self) -> tuple[str, int]:
+        """Return what changes with each commit that is learned, or held as one of another branch."""
+        return self.log.last.id, self.other_branches.held
 
     async def take_milestone_from(self, peer: str, is_patient: bool = True) -> bool:
         """Begin the log at the peer's milestone; False when it is no later. Raises PeerUnreachable, Refused, WireError."""

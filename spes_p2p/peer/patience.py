@@ -107,6 +107,7 @@ class Patience:
 
     def _begin(self, parent: str) -> None:
         self._parent = parent
+        self._parent_round = self._node.log.round
         self._limit_s: float | None = None
         """None until a quorum is ready."""
         self._ready_at = 0.0
@@ -128,7 +129,7 @@ class Patience:
         Not those that decided the round after all, nor where others were lost or failed, too: then electors were missing.
         """
         number = self._node.log.round
-        decided_by = {each.ballot.coordinator for each in self._node.log.since(number - 1)}
+        decided_by = {each.ballot.coordinator for each in self._node.log.since(self._parent_round)}
         for coordinator in self._held - decided_by:
             if not (self._failed | self._unreachable) - {coordinator}:
                 if self._held_in.get(coordinator, -math.inf) > number - HELD_ROUNDS:
@@ -172,7 +173,8 @@ class Patience:
         finally:
             self.waits_for = ""
             is_in_vain = self._node.log.last.id == self._parent and not self._elsewhere and coordinator != self._node.peer_id
-            is_long = self._limit_s is not None and _now() - self._came[1] > HELD_SILENCES * self._silence_s
+            kept_s = _now() - max(self._came[1], self._ready_at)
+            is_long = self._limit_s is not None and kept_s > HELD_SILENCES * self._silence_s
             if is_in_vain and is_long:
                 self._held.add(coordinator)
         return ""

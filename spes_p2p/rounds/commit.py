@@ -215,20 +215,24 @@ def unserved_reducers(results: Results, staged: Mapping[int, Staged], living: Se
 
     Such a reducer serves nobody. Nor does it work if it calls a part absent that it trained itself, or to which two others for
     whom the owner vouches contribute. A part to which nobody else contributes does not count: no other member could reduce it.
+    Nor does one that a single other member could miss, and nobody is named if no member would be left that may reduce.
     """
-    known = holders(results.plan.members)
-    needed = min(HOLDERS, len(living & known))
+    members, known = results.plan.members, holders(results.plan.members)
     collected = _with_manifests(results, staged)
     counts = holder_counts({index: report for index, report in staged.items() if index in living}, collected)
 
     def is_unserved(part: Part) -> bool:
         if part.reducer not in living or not living & set(part.contributors) - {part.reducer}:
             return False
+        if len(living & known - {part.reducer}) < HOLDERS:
+            return False
         if collected.digest_of(part) == ABSENT:
             return part.reducer in part.contributors or len(living & known & set(part.contributors)) >= HOLDERS
-        return counts[part.index] < needed
+        return counts[part.index] < HOLDERS
 
-    return frozenset(part.reducer for part in results.parts if is_unserved(part))
+    found = frozenset(part.reducer for part in results.parts if is_unserved(part))
+    left = {i for i in living & known - found if members[i].bandwidth > 0}
+    return found if left else frozenset()
 
 
 def holder_counts(staged: Mapping[int, Staged], results: Results) -> dict[int, int]:
