@@ -251,8 +251,8 @@ def test_anybody_talks_to_the_newest_base_and_to_those_that_follow(
     typing = Typing()
 
     class Watched(generate.Continuation):
-        def __init__(self, model_dir: Path, device: str):
-            super().__init__(model_dir, device)
+        def __init__(self, model_dir: Path, device: str, dtype: str | None = None):
+            super().__init__(model_dir, device, dtype)
             typing.loaded.put(model_dir)
 
     monkeypatch.setattr(generate, "Continuation", Watched)
