@@ -142,7 +142,7 @@ class StagedReports:
             due = max(2 * half_at - started, started + known_s) if half_at is not None and are_held else math.inf
             lateness.add((names[i] for i in known.intersection(waiting)), now - max(due, looked_at))
             due_s = due - now if due > now else PING_EVERY_S
-            looked_at, late = now, [names[i] for i in known.intersection(waiting) if now >= due and names[i] in lateness.late]
+            looked_at, late = now, [names[i] for i in known.intersection(waiting) if now >= due and names[i] in lateness.late()]
             decisive: Collection[int] = known | {part.reducer for part in self.results.parts}
             if len(decisive) < HOLDERS:
                 decisive = range(len(names))

@@ -93,9 +93,8 @@ class Lateness:
         if seconds > 0:
             self._owed |= {peer: (self._owed_s(peer) + seconds, asyncio.get_running_loop().time()) for peer in peers}
 
-    @property
     def late(self) -> set[str]:
-        """The peers that are not waited for beyond need."""
+        """Return the peers that are not waited for beyond need now; forget those that owe nothing."""
         owed_s = {peer: self._owed_s(peer) for peer in self._owed}
         self._owed = {peer: owed for peer, owed in self._owed.items() if owed_s[peer] > 0}
         self._late = {peer for peer, each in owed_s.items() if each > self._silence_s / (2 if peer in self._late else 1)}

@@ -171,7 +171,7 @@ class Reducer:
                 half_at = min(half_at, clock()) if len(awaited & known) <= half else math.inf
                 due = started + KNOWN_PATIENCE * max(half_at - started, self.context.trusted_s)
                 self.context.lateness.add((names[i] for i in awaited & known), clock() - max(due, looked_at))
-                looked_at, late = clock(), self.context.lateness.late
+                looked_at, late = clock(), self.context.lateness.late()
                 unheard = awaited - self._pushing - self._lost
                 lost = {i for i in unheard if waited_s >= detector.bound(names[i])}
                 lost |= {i for i in awaited & known if names[i] in late and clock() >= due}
