@@ -51,6 +51,7 @@ from spes_p2p.peer.exchange import Exchange
 from spes_p2p.peer.first_base import begin_training, restore
 from spes_p2p.peer.node import Node
 from spes_p2p.peer.replica import Replica
+from spes_p2p.rounds.codecs import Codec
 from spes_p2p.rounds.commit import make_commit, staged_report
 from spes_p2p.rounds.digest import PIECE_ELEMENTS, piece_digests
 from spes_p2p.rounds.merge import nearest_experts
@@ -274,6 +275,10 @@ def make_base_0(campaign: Campaign, layout: Layout, store: Store) -> Commit:
     return genesis
 
 
+def _as_sent(codec: Codec, update: np.ndarray) -> np.ndarray:
+    return codec.decode(codec.encode(update), update.size)
+
+
 def _changed_bytes(before: bytes, after: bytes) -> int:
     return sum(before[a : a + 32] != after[a : a + 32] for a in range(0, len(after), 32)) * 4 * PIECE_ELEMENTS
 
@@ -293,7 +298,7 @@ class OnePeer:
 
     def forget(self) -> None:
         """Die."""
-        del self.replica, self.node, self.world
+        del self.replica, self.node, self.world, self.store
 
     async def restart(self) -> None:
         """Begin a life on the run-dir, as `Peer` does."""
@@ -384,7 +389,7 @@ class OnePeer:
         for part in results.parts:
             if exchange.me in part.contributors and self.replica.ledger.tokens_behind(part):
                 own = update[part.group.name][part.start - part.group.start : part.stop - part.group.start]
-                own[:] = part.codec.decode(part.codec.encode(own), part.size)
+                own[:] = await self.world.run_blocking(_as_sent, part.codec, own)
                 exchange.sent[part.index] = part, own
             results.put(part.index, self._code(part.codec, part.size))
             await asyncio.sleep(0)
@@ -397,7 +402,7 @@ class OnePeer:
                 inputs = b"".join(results.digests[part.index] for part in own_parts)  # as long as those of real means
                 results.add_manifest(Manifest(results.plan.id, reducer, 0, digests, masks, nobody, inputs))
 
-    def _code(self, codec: Any, size: int) -> bytes:
+    def _code(self, codec: Codec, size: int) -> bytes:
         """Return an encoded update; the same for all parts of one size, which changes no cost."""
         if (codec.name, size) not in self._codes:
             values = np.random.default_rng(size).standard_normal(size, np.float32) * np.float32(1e-4)
