@@ -263,7 +263,7 @@ def in_the_open(kind: AttackKind | None) -> RunReport:
 
     Without audits: a convicted attacker trains no more, which costs so short a run more than what it did.
     """
-    return attacked(kind, peer_names=peer_names(6), rounds=8, admission="open", audited_share=0.0)
+    return attacked(kind, peer_names=peer_names(6), rounds=10, admission="open", audited_share=0.0)
 
 
 @pytest.mark.long

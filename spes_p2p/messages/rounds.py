@@ -111,7 +111,7 @@ class Announcement(Extensible):
     audited: Annotated[tuple[Audited, ...], MaxLen(MAX_AUDITS)] = ()
     """This member's audits of others that no commit has yet."""
     near: Mask = b""
-    """Members of the last commit to which it lately sent about as fast as to any (`rounds/regions.py`)."""
+    """Members of the last commit to whom it lately sent over no slower line than its own (`rounds/regions.py`)."""
 
 
 @dataclass(frozen=True)

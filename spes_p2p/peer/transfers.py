@@ -187,7 +187,7 @@ class Transfers:
             logger.info("push to %s: %s", name[-6:], error)
         finally:
             if not any(self.context.me in part.summing for part in self._pushes[reducer]):  # a hub waits for its cell
-                endpoint.nearness.note(name, self._bytes_to[reducer], clock() - began, is_confirmed)
+                endpoint.nearness.note(name, self._bytes_to[reducer], began, clock(), is_confirmed)
             self._has_sent(reducer)
 
     async def _send_updates(self, stream: Stream, reducer: int) -> None:

@@ -1,6 +1,6 @@
 """Regions: members with fast lines among each other and slow ones to the others, as in one laboratory.
 
-Each member announces which members of the last round are near it: those to which it lately sent about as fast as to any
+Each member announces which members of the last round are near it: those to whom it lately sent over no slower line than its own
 (`net/nearness.py`).
 """
 
@@ -17,6 +17,8 @@ from spes_p2p.rounds.planned import Place
 
 SMALLEST_REGION = 4
 """Trainers. The hubs of a smaller one could not tell an update that stands out, and a reducer clips no cell's mean."""
+IN_COMMON = 0.5
+"""Of its other neighbours, a pair has this share in common, of the one that has fewer, and at least one."""
 VISIT_EVERY = 8
 """In one round of this many, who is in a region only by its own word is a guest, so that it measures other lines, too."""
 
@@ -24,13 +26,14 @@ VISIT_EVERY = 8
 def regions_of(announcements: Mapping[str, Announcement], last_members: Sequence[str], round_number: int) -> dict[str, Place]:
     """Return each announcing peer's place. `last_members`: of the commit that the announcements name.
 
-    A region begins with SMALLEST_REGION trainers that are connected by pairs which call each other near. Two of these are one
-    if one calls most members of the other near: then its own lines are slow, not the line between. A helper sends nothing, so
-    it calls nobody near, and joins the region in which by far most call it near. Nobody sends to a newcomer, or to one that
-    reduces little or nothing, so others cannot call these near: each joins the only region of whose reducers it calls most
-    near. The others are guests of each region in turn, round by round, and so measure the lines to all. One that has met a
-    single region may call its members near only because they are less far than others, so who joined one by its own word is
-    sometimes a guest, too, unless it reduces nothing anyway.
+    A region begins with SMALLEST_REGION trainers that are connected by pairs which call each other near and have such
+    neighbours in common: a pair across two sites that is near by chance hardly has any. Two of these are one if one calls most
+    members of the other near: then its own lines are slow, not the line between. A helper sends nothing, so it calls nobody
+    near, and joins the region in which by far most call it near. Nobody sends to a newcomer, or to one that reduces little or
+    nothing, so others cannot call these near: each joins the only region of whose reducers it calls most near. The others are
+    guests of each region in turn, round by round, and so measure the lines to all. One that has met a single region may call
+    its members near only because they are less far than others, so who joined one by its own word is sometimes a guest, too,
+    unless it reduces nothing anyway.
     """
     peers = sorted(announcements)
     at = {peer: place for place, peer in enumerate(peers)}
@@ -41,10 +44,10 @@ def regions_of(announcements: Mapping[str, Announcement], last_members: Sequence
     trains = np.array([announcements[peer].trains for peer in peers])
     is_able = np.array([announcements[peer].bandwidth > 0 for peer in peers])
     begun = [
-        each for each in _connected(calls & calls.T) if trains[each].sum() >= SMALLEST_REGION and is_able[each].any()
+        each for each in _connected(_linked(calls & calls.T)) if trains[each].sum() >= SMALLEST_REGION and is_able[each].any()
     ]
     regions = list(_united(begun, calls))
-    if len(regions) < 2:
+    if len(regions) < 2 or 2 * sum(map(len, regions)) < len(peers):
         return dict.fromkeys(peers, Place())
     places = {}
     for peer, place in at.items():
@@ -68,13 +71,21 @@ def _calls_most(calls: np.ndarray, is_able: np.ndarray, region: list[int]) -> bo
     return bool(calls[region][is_able[region]].mean() > 0.5)
 
 
-def _connected(mutual: np.ndarray) -> Iterator[list[int]]:
+def _linked(mutual: np.ndarray) -> np.ndarray:
+    """Return which pairs that call each other near have enough such neighbours in common."""
+    ones = mutual.astype(np.float32)  # exact, and hundreds of times as fast as integers
+    common, others = ones @ ones, ones.sum(0) - 1
+    linked: np.ndarray = mutual & (common > 0) & (common >= IN_COMMON * np.minimum.outer(others, others))
+    return linked
+
+
+def _connected(linked: np.ndarray) -> Iterator[list[int]]:
     """Yield the members of each connected component, by their least member."""
-    left = np.ones(len(mutual), bool)
+    left = np.ones(len(linked), bool)
     while left.any():
         found = np.zeros_like(left)
         found[left.argmax()] = True
-        while (more := mutual[found].any(0) & ~found).any():
+        while (more := linked[found].any(0) & ~found).any():
             found |= more
         left &= ~found
         yield np.flatnonzero(found).tolist()
