@@ -175,7 +175,7 @@ def test_a_region_is_what_mutual_nearness_connects() -> None:
 
 def test_a_pair_across_two_sites_that_is_near_by_chance_does_not_make_them_one() -> None:
     assert places(TWO | {3: {0, 1, 2, 4}, 4: {3, 5, 6, 7}}) == ["0 1 2 3", "4 5 6 7"]
-    assert len(places(ring(*range(8)) | ring(*range(8, 16)))) == 1, "in a large ring those beside each other have no neighbour in common"
+    assert len(places(ring(*range(8)) | ring(*range(8, 16)))) == 1, "in a large ring neighbours have none in common"
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -1,8 +1,9 @@
 """Which peers are near: those behind no slower line than this peer's own.
 
-The updates that a peer sends in a round compete, and on a full line some starve for long, to any peer. So one transfer counts with
-all that were under way: a slow line between sites leaves the last ones alone when all others have long arrived. The best of the
-latest few counts. Transfers are forgotten after many rounds, so that a line between sites, which few cross, is measured again.
+The updates that a peer sends in a round compete, and on a full line some starve for long, to any peer. So one transfer counts
+with all that were under way: a slow line between sites leaves the last ones alone when all others have long arrived. The best
+of the latest few counts. Transfers are forgotten after many rounds, so that a line between sites, which few cross, is measured
+again.
 """
 
 from __future__ import annotations
