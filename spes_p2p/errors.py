@@ -108,5 +108,7 @@ class Refused(Exception):
 
 def refusal_line(peer: str, refused: Refused, protocol: int) -> str:
     """Say in one line who refused this program, why, and what to type. `protocol`: the version that this program speaks."""
-    needed = refused.refusal.protocol
-    return f"refused by {peer}: {refused.detail}" + ("" if needed is None else f"; {version_advice(protocol, needed)}")
+    needed, line = refused.refusal.protocol, f"refused by {peer}: {refused.detail}"
+    if needed is not None:
+        return f"{line}; {version_advice(protocol, needed)}"
+    return f"{line}; ask the campaign's owner" if refused.code is Code.NOT_ADMITTED else line

@@ -89,12 +89,15 @@ def test_a_stranger_says_once_and_then_each_minute_that_round_0_waits_for_a_vouc
     assert log.messages[1:] == [why, f"waiting for 1m00s: {why}"]
 
 
+@pytest.mark.parametrize("owners", [(("peer-aaaaaa",),), ((),)])
 @pytest.mark.parametrize("role", ["helper", "trainer"])
-def test_a_peer_says_once_that_the_schedule_waits_for_a_vouched_trainer(role: str, log: pytest.LogCaptureFixture) -> None:
+def test_a_peer_says_once_that_the_schedule_waits_for_a_vouched_trainer(
+    role: str, owners: tuple[tuple[str, ...], ...], log: pytest.LogCaptureFixture
+) -> None:
     peer = console_of(Clock(), "peer-aaaaaa", role)
     seen = PeersSeen(2, 1, ("peer-aaaaaa", "peer-bbbbbb"), (), 0)
     peer(seen)
-    peer(commit(3))
+    peer(replace(commit(3), owners=owners))
     for event in (seen, seen, seen, replace(seen, vouched=1), seen, replace(seen, vouched=None), seen, seen):
         peer(event)
     why = "rounds go on, but the schedule waits for a trainer that the owner vouches for; the owner invites one with --roles"

@@ -258,7 +258,7 @@ def test_an_open_campaigns_page_says_whom_the_owner_vouches_for_and_how_far_the_
         assert scrolled <= shown
         await page.click(f"#peers tr[data-peer='{ids[1]}']")
         facts = await page.inner_text("#peer")
-        assert "on probation: work in 4 of 10 rounds, and no audit passed yet" in facts
+        assert "on probation: work in 4 of 10 rounds, and needs a passed audit" in facts
         assert "passed the audit of round 28: its update has cosine 0.98 with that of training its phase again" in facts
 
     look_at(swarm, look, viewport=viewport)

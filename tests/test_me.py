@@ -12,6 +12,7 @@ from recorded_run import CONFIG, run_dir
 from synthetic_swarm import synthetic_swarm
 
 from spes_p2p.campaign.files import read_run_dir
+from spes_p2p.client import me
 from spes_p2p.client.me import StillPreparing, as_of, look_at, own_share, render, with_standing
 from spes_p2p.config.campaign import make_peer_config
 from spes_p2p.errors import UserError
@@ -176,6 +177,16 @@ def test_a_trainer_in_an_open_campaign_reads_what_its_standing_is(tmp_path: Path
     assert (share.standing, share.probation) == ("vouched", None)
     assert "  standing the owner vouches for this trainer\n" in render(share)
     assert "  standing probation passed: this trainer's work counts in full" in render(replace(share, standing="proven"))
+
+
+@pytest.mark.parametrize("rule", ["open", "friends"])
+def test_a_trainer_that_the_owner_banned_reads_that_it_is_excluded(
+    tmp_path: Path, rule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir(tmp_path, [], PeerStarted(ME), config=CONFIG.model_copy(update={"admission": rule}))
+    (tmp_path / STATE_FILE).write_text("")
+    monkeypatch.setattr(me, "takes_part", lambda commit, peer: peer != ME)
+    assert "  standing excluded, by the owner's order or by a proof" in render(with_standing(look_at(tmp_path), tmp_path))
 
 
 def test_a_bootstrap_peers_run_dir_is_said_to_be_no_trainers(tmp_path: Path) -> None:

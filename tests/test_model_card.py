@@ -21,6 +21,7 @@ from spes_p2p.client.model_card import CARD_FILE, FACTS_FILE, Origin, card_files
 from spes_p2p.config.campaign import Campaign, StartConfig, load_campaign_config
 from spes_p2p.errors import UserError
 from spes_p2p.messages.presence import Contribution, Named
+from spes_p2p.observe.events import BEFORE_TRAINING
 
 CONFIG = load_campaign_config(Path(__file__).parents[1] / "configs/test.yaml")
 CAMPAIGN = Campaign(config=CONFIG, manifest_sha256="a" * 64, validation_manifest_sha256=None, tokenizer_sha256="b" * 64)
@@ -54,6 +55,10 @@ def test_the_card_names_what_the_owner_ordered_up_to_its_round() -> None:
     for line in ("- round 5: paused", "- round 6: resumed", "- round 8: rolled back to round 4", "| round | 9 |"):
         assert line in files[CARD_FILE].splitlines()
     assert "owner" not in card_files(origin())[CARD_FILE]
+
+
+def test_base_0_is_of_round_0() -> None:
+    assert "| round | 0 of 8 |" in card_files(origin_of(CAMPAIGN, BEFORE_TRAINING, "d" * 64, ()))[CARD_FILE]
 
 
 def test_the_front_matter_is_what_the_hub_reads() -> None:

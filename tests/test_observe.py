@@ -382,7 +382,10 @@ def test_swarm_is_assembled_by_round_0_and_done_with_the_last() -> None:
     assert ("waiting" in unvouched, "announcing" in unvouched) == (True, False)
     assert "vouches" not in shown([replace(peer, vouched_alive=1) for peer in strangers])
     begun = status_after(commit(5), PeersSeen(2, 1, vouched=0))
-    assert "! rounds go on, but the schedule waits for a trainer that the owner vouches for" in shown([begun], width=200)
+    for under_way in (begun, replace(begun, owners=((), (), ()))):
+        said = shown([under_way], width=200)
+        assert "! rounds go on, but the schedule waits for a trainer that the owner vouches for" in said
+        assert ("assembling" in said, "begins anew" in said) == (False, False)
     for stands in (replace(begun, failing={"timeout": 1}), replace(begun, electorate=("gone",))):
         assert "! the schedule waits for a trainer that the owner vouches for" in shown([stands], width=200)
     assert [gather([status_after(commit(number))]).done for number in (0, ROUNDS - 1, ROUNDS)] == [False, False, True]

@@ -195,9 +195,9 @@ def test_whom_the_owner_vouches_for_and_who_is_on_probation_is_what_commits_say(
     standings, text = shown(4)
     assert standings == vouched | unknown | {"B": "newcomer", "C": "newcomer"}
     assert "the owner vouches for: A\n" in text
-    assert "on probation: B (4 of 10 rounds, no audit passed yet), C (0 of 10 rounds, no audit passed yet)" in text
+    assert "on probation: B (4 of 10 rounds, needs a passed audit), C (0 of 10 rounds, needs a passed audit)" in text
     standings, text = shown(12)
-    assert (standings["B"], "B (10 of 10 rounds, no audit passed yet)" in text) == ("newcomer", True)
+    assert (standings["B"], "B (10 of 10 rounds, needs a passed audit)" in text) == ("newcomer", True)
     standings, text = shown(12, "B", "C")
     assert standings == vouched | unknown | {"B": "proven", "C": "newcomer"}
     assert "past probation: B\n" in text

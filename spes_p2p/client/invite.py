@@ -37,5 +37,6 @@ async def _campaign(target: str) -> tuple[CampaignFiles, Commit]:
             return await swarm.files(), swarm.genesis
     known = read_run_dir(Path(target))
     if known is None:
-        raise UserError(f"{target}: neither the address of a peer (/ip4/.../p2p/...) nor a run-dir with a campaign")
+        raise UserError(f"{target}: neither the address of a peer (/ip4/.../p2p/...) nor a run-dir with a campaign; "
+                        "a bootstrap peer's has one once it has started")
     return known

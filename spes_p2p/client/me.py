@@ -16,6 +16,7 @@ from pathlib import Path
 from spes_p2p.campaign.files import read_run_dir
 from spes_p2p.client.worth import worth_of
 from spes_p2p.consensus.commit_log import CommitLog
+from spes_p2p.consensus.control import takes_part
 from spes_p2p.consensus.output import LOG
 from spes_p2p.errors import UserError
 from spes_p2p.messages.presence import Probation, RoundRecord
@@ -74,7 +75,7 @@ class OwnShare:
     """What it calls itself; empty: nothing."""
     team: str = ""
     standing: str | None = None
-    """In an open campaign: vouched, proven (past probation), newcomer."""
+    """In an open campaign: vouched, proven (past probation), newcomer; in any: excluded."""
     probation: Probation | None = None
     """Of a newcomer."""
     others: tuple[str, ...] = ()
@@ -169,9 +170,11 @@ def with_standing(share: OwnShare, run_dir: Path) -> OwnShare:
     from spes_p2p.storage.store import DirectoryStore
 
     known, me = read_run_dir(run_dir), share.peer_id
-    if known is None or known[0].campaign.config.admission != "open":
+    if known is None:
         return share
     log = CommitLog(Visitor(me), known[1], DirectoryStore(run_dir).records(LOG))
+    if not takes_part(log.last, me):
+        return replace(share, standing="excluded", probation=None)
     standing, probation = standing_in(log, me, known[0].campaign.config, kept(run_dir))
     return replace(share, standing=standing, probation=probation)
 

@@ -50,9 +50,10 @@ def origin_of(
     campaign: Campaign, round_number: int, digest: str, records: Iterable[RoundRecord], living: Iterable[PeerStatus] = (),
     journal: Iterable[Event | RoundRecord] = (),
 ) -> Origin:
-    """Return the origin of this round's base. `records`: by round. `living`: peers, whose own names count first.
+    """Return the origin of this round's base (base 0 is that of round 0, which moves no weights). `records`: by round.
 
-    `journal`: what a peer wrote down of the orders. A rollback is a round without training, which has no record.
+    `living`: peers, whose own names count first. `journal`: what a peer wrote down of the orders. A rollback is a round without
+    training, which has no record.
     """
     past = [record for record in records if record.round <= round_number]
     controlled = [each for each in journal if isinstance(each, Controlled) and each.round <= round_number]
@@ -65,7 +66,7 @@ def origin_of(
             orders.append((number, order))
     last = past[-1] if past and past[-1].round == round_number else None
     totals, newest = totals_of(past).named_by(living), held_out[-1] if held_out else None
-    return Origin(campaign, round_number, digest, last, newest, totals, tuple(orders), news)
+    return Origin(campaign, max(0, round_number), digest, last, newest, totals, tuple(orders), news)
 
 
 def told_orders(origin: Origin) -> list[tuple[int, str]]:

@@ -224,7 +224,7 @@ def read_config_json(path: Path, where: str = "") -> dict[str, Any]:
     except ValueError:
         config = None
     if not isinstance(config, dict):
-        raise UserError(f"{where}{path}: not a transformers config.json")
+        raise UserError(f"{where}{path}: not a transformers config.json; copy it again from the checkpoint")
     return config
 
 

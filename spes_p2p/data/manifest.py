@@ -181,4 +181,5 @@ def check_vocabulary(manifest: Manifest, tokenizer_sha256: str, model_vocab_size
                         f"is {tokenizer_sha256[:12]}...); tokenize the text again, or set data.tokenizer to that tokenizer")
     if manifest.vocab_size > model_vocab_size:
         raise UserError(f"{where}: its tokenizer has {manifest.vocab_size} ids, the model only {model_vocab_size}; "
-                        f"raise model.vocab_size to at least {manifest.vocab_size}")
+                        "tokenize the text for this model, or, for random weights, raise model.vocab_size to at least "
+                        f"{manifest.vocab_size}")

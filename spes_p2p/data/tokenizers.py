@@ -53,7 +53,7 @@ def check_tokenizer(path: Path, eos_token: str, vocab_size: int | None = None) -
     size = max(ids.values()) + 1
     if vocab_size is not None and size > vocab_size:
         raise UserError(f"{path}: has {size} ids, the model only {vocab_size}; use the tokenizer that the model "
-                        f"was trained with, or raise model.vocab_size to at least {size}")
+                        f"was trained with, or, for random weights, raise model.vocab_size to at least {size}")
     return TokenizerIdentity(hashlib.sha256(path.read_bytes()).hexdigest(), size, ids[eos_token])
 
 

@@ -178,6 +178,11 @@ class PeerStatus:
     probation: Probation | None = None
     """None of a peer that is vouched for."""
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether round 0 has assigned the experts. Later all their owners may be away, and strangers train shared weights."""
+        return any(self.owners) or self.campaign_step > 0
+
     def to_bytes(self) -> bytes:
         """Return the msgpack that `from_bytes` reads."""
         packed: bytes = msgpack.packb(_STATUS.dump_python(self))

@@ -46,12 +46,12 @@ class Checkpoint:
     def check(self, tensor: FileTensor) -> None:
         """Raise UserError unless the checkpoint has this tensor, of this shape, in floating point."""
         if tensor.name not in self._file_of:
-            raise UserError(f"{self.folder}: has no tensor {tensor.name}, which its {CONFIG_JSON} asks for; "
-                            "config and weights do not belong together, or a file is missing")
+            raise UserError(f"{self.folder}: has no tensor {tensor.name}, which the model asks for; it is "
+                            f"another model's checkpoint, its {CONFIG_JSON} is another one's, or a file is missing")
         stored = self._slice(tensor.name)
         if tuple(stored.get_shape()) != tensor.shape:
-            raise UserError(f"{self.folder}: {tensor.name} is {list(stored.get_shape())}, its {CONFIG_JSON} asks for "
-                            f"{list(tensor.shape)}; config and weights do not belong together")
+            raise UserError(f"{self.folder}: {tensor.name} is {list(stored.get_shape())}, the model asks for "
+                            f"{list(tensor.shape)}; it is another model's checkpoint, or its {CONFIG_JSON} is another one's")
         if stored.get_dtype() not in FLOATS:
             raise UserError(f"{self.folder}: {tensor.name} is stored as {stored.get_dtype()}; quantised weights cannot be "
                             "trained, start from the unquantised checkpoint")

@@ -235,7 +235,7 @@ class RoundLog:
     def _assembling(self, event: events.PeersSeen) -> str | None:
         """Report how many trainers of those that the first round waits for are there, when that changes."""
         status, before = self._board.status, self._present
-        is_assembling = status.base_digest and not any(status.owners) and not status.campaign_step
+        is_assembling = status.base_digest and not status.has_begun
         is_waiting = is_assembling and event.trainers < self._min_peers
         self._present = event.trainers if is_waiting else -1
         if self._present in (before, -1):
@@ -249,7 +249,7 @@ class RoundLog:
         A helper is told of round 0 by its coordinator, which knows the invitations.
         """
         status = self._board.status
-        is_under_way = any(status.owners) and status.round < status.total_rounds
+        is_under_way = status.has_begun and status.round < status.total_rounds
         waits = status.base_digest and (is_under_way or self._awaits_first_vouched())
         is_lacking = waits and status.vouched_alive == 0 and status.trainers_alive > 0 and status.state == "running"
         self._looks_without_vouched = self._looks_without_vouched + 1 if is_lacking else 0
@@ -259,7 +259,7 @@ class RoundLog:
     def _awaits_first_vouched(self) -> bool:
         """Whether this trainer waits for round 0, for which enough trainers are here."""
         status = self._board.status
-        return status.role == "trainer" and not any(status.owners) and not status.campaign_step and self._present < 0
+        return status.role == "trainer" and not status.has_begun and self._present < 0
 
     def _of_all(self) -> str:
         return f"{self._present} of the {self._min_peers} that the first round needs"
@@ -284,7 +284,7 @@ class RoundLog:
     def _sees_no_trainer(self) -> bool:
         """Whether this is a helper of a campaign that is under way, with no trainer in the registry."""
         status = self._board.status
-        goes_on = status.state == "running" and any(status.owners) and status.round < status.total_rounds
+        goes_on = status.state == "running" and status.has_begun and status.round < status.total_rounds
         return status.role == "helper" and goes_on and not status.trainers_alive
 
     def _missing_electors(self, event: events.PeersSeen) -> str:

@@ -66,14 +66,13 @@ class ProgressLine:
 
     def _description(self, stage: str) -> str:
         status = self._board.status
-        has_begun = any(status.owners) or status.campaign_step
         if stage == "waiting" and gather([status]).done:
             return "the campaign is over · serving its model"
-        if not has_begun and stage in ("announcing", "waiting") and status.trainers_alive < status.min_peers:
+        if not status.has_begun and stage in ("announcing", "waiting") and status.trainers_alive < status.min_peers:
             return f"waiting for trainers: {status.trainers_alive} of {status.min_peers}"
-        if not has_begun and stage == "announcing" and status.vouched_alive == 0:
+        if not status.has_begun and stage == "announcing" and status.vouched_alive == 0:
             return "waiting for a trainer that the owner vouches for"
-        round_number = min(status.round + 1, status.total_rounds) if has_begun else 0
+        round_number = min(status.round + 1, status.total_rounds) if status.has_begun else 0
         return f"round {round_number} · {DOING.get(stage, stage)}"
 
     def _bar(self, done: int, total: int, detail: str) -> None:

@@ -94,8 +94,8 @@ class SwarmStatus:
 
     @property
     def assembled(self) -> bool:
-        """Whether round 0 has assigned the experts."""
-        return any(self.owners)
+        """Whether round 0 has assigned the experts. Later all their owners may be away, and strangers train shared weights."""
+        return any(self.owners) or self.campaign_step > 0
 
     @property
     def awaits_trainers(self) -> bool:
@@ -228,12 +228,14 @@ def lacking_vouched(has_begun: bool, rounds_go_on: bool) -> str:
 
 def progress_of(probation: Probation) -> str:
     """Say how far a peer on probation is."""
-    audit = ", no audit passed yet" if probation.audits < probation.audits_needed else ""
+    audit = ", needs a passed audit" if probation.audits < probation.audits_needed else ""
     return f"{min(probation.rounds, probation.rounds_needed)} of {counted(probation.rounds_needed, 'round')}{audit}"
 
 
 def own_standing(standing: str, probation: Probation | None) -> str:
     """Tell a trainer in an open campaign what it is, and what that means for it."""
+    if standing == "excluded":
+        return "excluded, by the owner's order or by a proof: no round takes its work; ask the owner"
     if standing == "vouched":
         return "the owner vouches for this trainer"
     if standing == "proven":
