@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spes_p2p.errors import PeerUnreachable, Refused, UserError
+from spes_p2p.errors import PeerUnreachable, Refused, UserError, refusal_line
 from spes_p2p.messages.codec import WireError, pack, unpack
 from spes_p2p.messages.framing import IGNORABLE, Kind, Message
 from spes_p2p.messages.methods import METHODS, PING, PREPARE
@@ -133,6 +133,11 @@ def test_a_refusal_comes_with_its_code_and_data() -> None:
     assert refused.value.code is Code.BUSY
     assert refused.value.refusal == sent.refusal
     assert sent.detail == ("later " * 200)[:500]
+
+
+def test_a_refused_person_reads_whom_to_ask() -> None:
+    told = {code: refusal_line("P", Refused(code, "no"), 3) for code in (Code.NOT_ADMITTED, Code.BUSY)}
+    assert told == {Code.NOT_ADMITTED: "refused by P: no; ask the campaign's owner", Code.BUSY: "refused by P: no"}
 
 
 def test_a_refusal_of_a_newer_version_is_still_one() -> None:
