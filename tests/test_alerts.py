@@ -119,7 +119,8 @@ def test_a_swarm_without_trainers_is_asleep_and_misses_no_elector() -> None:
 def test_a_schedule_without_a_vouched_trainer_waits() -> None:
     swarm = changed(synthetic_swarm(3, 4, 12), vouched_alive=0)
     assert found(swarm) == [("no_vouched_trainer", "warning")]
-    first = changed(swarm, owners=(), round=0, total_rounds=12)
+    assert found(changed(swarm, owners=((),))) == [("no_vouched_trainer", "warning")], "strangers go on without experts"
+    first = changed(swarm, owners=(), round=0, campaign_step=0, total_rounds=12)
     assert found(first) == [("no_vouched_trainer", "critical")]
     assert found(changed(swarm, vouched_alive=1)) == found(changed(swarm, vouched_alive=None)) == []
     assert found(changed(swarm, round=swarm.statuses[0].total_rounds)) == found(changed(swarm, state="stopped")) == []
