@@ -28,7 +28,7 @@ def regions_of(announcements: Mapping[str, Announcement], last_members: Sequence
 
     A region begins with SMALLEST_REGION trainers that are connected by pairs which call each other near and have such
     neighbours in common, which a pair across two sites that is near by chance rarely has. Regions hold at least half of all
-    peers, or there are none: those that chance makes rarely do. Two of these are one if one calls most members of the other
+    peers, or there are none: those that chance makes rarely do. Two regions are one if one calls most members of the other
     near: then its own lines are slow, not the line between. A helper sends nothing, so it calls nobody near, and joins the
     region in which by far most call it near. Nobody sends to a newcomer, or to one that reduces little or nothing, so others
     cannot call these near: each joins the only region of whose reducers it calls most near. The others are guests of each
