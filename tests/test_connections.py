@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from network_swarm import LOOPBACK as LISTEN
 from network_swarm import LocalPeer, LocalPeers, write_variant
 
 from spes_p2p.messages.fields import MAX_MEMBERS
-from spes_p2p.net import connections
+from spes_p2p.net import connections, dht
 from spes_p2p.net.connections import (
     CONNECTIONS,
     CONNECTIONS_PER_PEER,
@@ -26,6 +27,7 @@ from spes_p2p.net.connections import (
 )
 from spes_p2p.net.interfaces import Channel
 from spes_p2p.net.libp2p import Libp2p, start_libp2p
+from spes_p2p.net.tasks import end_tasks
 
 LOOPBACK = ("/ip4/127.0.0.1/tcp/0",)
 KEEPS_ONE = """
@@ -165,6 +167,60 @@ def test_a_trainer_ends_unused_connections_and_no_others(tmp_path: Path, monkeyp
             assert await answer(await trainer.transport.open(peers[7], "echo")), "and others are dialled again"
         finally:
             for each in (*others, first, *([trainer] if trainer else ())):
+                await each.close()
+
+    asyncio.run(main())
+
+
+@pytest.mark.network
+def test_among_many_peers_no_trainer_is_connected_with_all_for_the_registrys_sake(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connections, "LOOK_EVERY_S", 0.2)
+    monkeypatch.setattr(connections, "UNUSED_S", 1.0)
+    monkeypatch.setattr(connections, "TRAINERS_CONNECTIONS", 2)
+    monkeypatch.setattr(dht, "MANY_RECORDS", 3)
+    monkeypatch.setattr(dht, "KEEPER_PAUSE_S", 0.5)
+
+    async def keep_storing(peer: Libp2p) -> None:
+        while True:
+            await peer.registry.put("peers", b"", 5.0)
+            await asyncio.sleep(0.7)
+
+    async def main() -> None:
+        owners = await start_libp2p(tmp_path / "owners.key", LOOPBACK)
+        address, trainers, storing = owners.transport.addresses[0], list[Libp2p](), list[asyncio.Task[None]]()
+        deadline = asyncio.get_running_loop().time() + 60
+
+        async def until(holds: Callable[[], Awaitable[bool]]) -> None:
+            while not await holds():
+                assert asyncio.get_running_loop().time() < deadline
+                await asyncio.sleep(0.2)
+
+        async def all_are_found() -> bool:
+            found = [set(await each.registry.get("peers")) for each in trainers]
+            return all(of_one >= {each.identity.peer_id for each in trainers} for of_one in found)
+
+        async def all_have_few() -> bool:
+            return all([len(await each._daemon.connections()) <= 2 for each in trainers])
+
+        try:
+            owners.registry.keepers = (owners.identity.peer_id,)
+            for number in range(6):
+                trainer = await start_libp2p(tmp_path / f"{number}.key", LOOPBACK, initial_peers=[address])
+                trainers.append(trainer)
+                trainer.keep_few_connections([address])
+                storing.append(asyncio.create_task(keep_storing(trainer)))
+            await owners.registry.put("peers", b"", 5.0)
+            await until(all_are_found)
+            await until(all_have_few)
+            assert await all_are_found()
+            await owners.close()
+            await asyncio.sleep(5.0)
+            await until(all_are_found)
+        finally:
+            await end_tasks(storing)
+            for each in (*trainers, owners):
                 await each.close()
 
     asyncio.run(main())

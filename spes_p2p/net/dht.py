@@ -30,7 +30,7 @@ from spes_p2p.net.dht_guard import (
     owner_of_subkey,
 )
 from spes_p2p.net.identity import RSAIdentity, Visitor
-from spes_p2p.net.interfaces import MAX_RECORD_BYTES
+from spes_p2p.net.interfaces import MANY_RECORDS, MAX_RECORD_BYTES
 from spes_p2p.net.p2pd import Daemon
 
 T = TypeVar("T")
@@ -54,6 +54,9 @@ class DHTRegistry:
 
     A search asks nodes that anybody may have: five whose ids are ground to be the nearest ones hide all records, and one that
     names nodes which do not exist makes it last. So records are also kept at, and read from, `keepers`.
+
+    Who stores a record every few seconds stays connected, and the nodes that a search finds are often behind routers at home.
+    So above MANY_RECORDS peers store only at keepers, as long as the first one, which all peers of a campaign share, takes them.
     """
 
     def __init__(self, node: DHTNode, records: OwnedRecords, keepers: tuple[str, ...] = ()):
@@ -63,6 +66,8 @@ class DHTRegistry:
         self._records = records
         self._tasks = set[asyncio.Task[Any]]()
         self._last_expiry: dict[str, float] = {}
+        self._found = 0
+        """How many peers had a record at the last look-up."""
         self._silent_until: dict[str, float] = {}
         """Loop time until which a keeper that did not answer is left out."""
         self._nearest = _store_without_reading(node, lambda: self.keepers)
@@ -98,6 +103,7 @@ class DHTRegistry:
                 continue
             if _EXPIRY.unpack_from(content)[0] > now:
                 found[owner] = content[_EXPIRY.size :]
+        self._found = len(found)
         return found
 
     async def _store(self, key: str, value: bytes, ttl_s: float) -> bool:
@@ -106,17 +112,20 @@ class DHTRegistry:
         self._last_expiry[key] = dht_expiry
         content = _EXPIRY.pack(expires_at) + value
         is_keeper = str(self.node.peer_id) in self.keepers
+        keeping = self._begin(self._store_at_keepers(key, content, dht_expiry))
+        if self._found > MANY_RECORDS and set(self.keepers[:1]) & await keeping:
+            return True
         storing = self.node.store(key, content, dht_expiry, subkey=self.subkey, exclude_self=is_keeper)
         searching = self._begin(self._search(storing))
-        keeping = self._begin(self._store_at_keepers(key, content, dht_expiry))
         await asyncio.wait([searching, keeping], timeout=SEARCH_BESIDE_S)
         if not searching.done() or searching.exception() is not None:  # it may end later, for what it is worth
-            return await keeping or await searching
+            return bool(await keeping) or await searching
         if not searching.result():
             self._nearest.clear()
         return searching.result() or is_keeper
 
-    async def _store_at_keepers(self, key: str, content: bytes, dht_expiry: float) -> bool:
+    async def _store_at_keepers(self, key: str, content: bytes, dht_expiry: float) -> set[str]:
+        """Return the keepers that took it."""
         protocol, dht_key = self.node.protocol, DHTID.generate(source=key)
         packed, subkey = protocol.serializer.dumps(content), protocol.serializer.dumps(self.subkey)
         signed = self._records.sign_value(DHTRecord(dht_key.to_bytes(), subkey, packed, dht_expiry))
@@ -128,7 +137,9 @@ class DHTRegistry:
             self._heard(str(keeper), taken is not None)
             return any(taken or ())
 
-        return any(await asyncio.gather(*map(store_at, self._awake_keepers())))
+        awake = self._awake_keepers()
+        taken = await asyncio.gather(*map(store_at, awake))
+        return {str(keeper) for keeper, is_taken in zip(awake, taken, strict=True) if is_taken}
 
     async def _learn_last_expiry(self, key: str) -> None:
         """A former life under this identity may have left a record that expires later than ours."""

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from spes_p2p.errors import PeerUnreachable, Refused
 from spes_p2p.messages.framing import MAX_FRAME_BYTES, Kind, Message
 from spes_p2p.messages.refusals import Code
-from spes_p2p.net.interfaces import MAX_RECORD_BYTES, Admit, Handler, admit_all
+from spes_p2p.net.interfaces import MANY_RECORDS, MAX_RECORD_BYTES, Admit, Handler, admit_all
 from spes_p2p.testing.virtual_loop import CURRENT_UNIT, Unit, VirtualLoop, create_task_of_unit
 
 T = TypeVar("T")
@@ -400,6 +400,7 @@ class MemoryRegistry:
         self.is_known: Callable[[str], bool] = lambda peer: False
         self._network, self._unit = network, unit
         self._searched_at = -math.inf
+        self._found = 0
 
     async def put(self, key: str, value: bytes, ttl_s: float) -> None:
         """Store a value under (key, peer id). Raises ValueError if it is too large, PeerUnreachable if the peer is cut off."""
@@ -407,15 +408,16 @@ class MemoryRegistry:
             raise ValueError(f"a record of {len(value)} bytes under {key}; at most {MAX_RECORD_BYTES} are allowed")
         await self._round_trip()
         now = asyncio.get_running_loop().time()
-        nearest = self._network._nearest_nodes(key)
+        is_searched = self._found <= MANY_RECORDS or not self.keepers
+        nearest = self._network._nearest_nodes(key) if is_searched else []
         self._network._registry_moved([self._unit.peer], {*nearest[:HOLDERS], *self.keepers}, len(value) + RECORD_BYTES)
-        if now >= self._searched_at + SEARCH_EVERY_S:
+        if is_searched and now >= self._searched_at + SEARCH_EVERY_S:
             self._searched_at = now
             self._network._registry_moved(nearest, [self._unit.peer], NODE_BYTES * len(nearest))
         history = self._network._records.setdefault(key, {}).setdefault(self._unit.peer, [])
         while history and history[0].expires_at <= now:
             del history[0]
-        history.append(_Record(bytes(value), now + self._network.registry_delay_s, now + ttl_s))
+        history.append(_Record(bytes(value), now + self._network.registry_delay_s, now + ttl_s, is_searched))
 
     async def get(self, key: str) -> dict[str, bytes]:
         """Return the values under a key that have not expired, by writer; across a partition, those from before it."""
@@ -426,11 +428,15 @@ class MemoryRegistry:
         for writer, history in sorted(self._network._records.get(key, {}).items()):
             record = history[-1] if is_plain else self._latest(writer, history, now)
             if record is not None and record.expires_at > now:
-                seen[writer] = record.value
-        nearest, size = self._network._nearest_nodes(key), sum(len(value) + RECORD_BYTES for value in seen.values())
+                seen[writer] = record
+        nearest = self._network._nearest_nodes(key)
         self._network._registry_moved(nearest, [self._unit.peer], NODE_BYTES * len(nearest))
-        self._network._registry_moved([*nearest[:HOLDERS], *self.keepers[:1]], [self._unit.peer], size)
-        return seen
+        size = sum(len(record.value) + RECORD_BYTES for record in seen.values())
+        held = sum(len(record.value) + RECORD_BYTES for record in seen.values() if record.is_at_nodes)
+        self._network._registry_moved(nearest[:HOLDERS], [self._unit.peer], held)
+        self._network._registry_moved(self.keepers[:1], [self._unit.peer], size)
+        self._found = len(seen)
+        return {writer: record.value for writer, record in seen.items()}
 
     def _latest(self, writer: str, history: list[_Record], now: float) -> _Record | None:
         network, me = self._network, self._unit.peer
@@ -471,6 +477,8 @@ class _Record:
     value: bytes
     visible_at: float
     expires_at: float
+    is_at_nodes: bool
+    """Not only at keepers."""
 
 
 _Content = Message | None | str
