@@ -19,6 +19,7 @@ from spes_p2p.messages.consensus import Control
 from spes_p2p.net.interfaces import World
 from spes_p2p.observe.events import PhaseAudited, PhaseTrained, StandingChanged, UpdatesClipped, VerdictsTaken
 from spes_p2p.peer.auditing import Auditing
+from spes_p2p.peer.exchange_context import SentUpdate
 from spes_p2p.peer.judging import Judge
 from spes_p2p.peer.kept_moments import KeptMoments
 from spes_p2p.rounds.audits import (
@@ -26,6 +27,7 @@ from spes_p2p.rounds.audits import (
     drawn_work,
     still_convicted,
 )
+from spes_p2p.rounds.parts import Part
 from spes_p2p.testing.attacks.kinds import ATTACKS, KINDS, Attack, AttackKind
 from spes_p2p.testing.attacks.tamper import Liar
 from spes_p2p.testing.simulate import virtual
@@ -173,6 +175,55 @@ def test_a_stranger_past_probation_that_reverses_the_common_step_is_audited_for_
         assert len(found) < 10
         assert {each.members[i] for each in found for i in each.suspected} == {"X", "Y"}
         assert {each.passed for each in audits(swarm, "Y")} == {True}
+        swarm.assert_same_commits()
+
+    simulate(main)
+
+
+def test_who_sends_nothing_that_can_be_audited_is_on_probation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It keeps its update of shared weights to itself, and could harm its experts unseen."""
+    monkeypatch.setattr(admission, "PROBATION_ROUNDS", 1)
+    has, withholds = SentUpdate.has, [False]
+
+    def has_no_shared(self: SentUpdate, part: Part) -> bool:
+        is_withheld = withholds[0] and self.context.endpoint.peer_id == "X" and part.group.kind == "shared"
+        return has(self, part) and not is_withheld
+
+    monkeypatch.setattr(SentUpdate, "has", has_no_shared)
+
+    async def main() -> None:
+        swarm = audited_swarm("XY", vouched="A")
+        swarm.start_all("AXY")
+        log = swarm.nodes["W"].log
+
+        def is_proven(peer: str) -> bool:
+            return is_past_probation(log.services(log.round).get(peer, NO_SERVICE), needs_audit=True)
+
+        await swarm.until(lambda: is_proven("X") and is_proven("Y"))
+        withholds[0], number = True, log.round
+        await swarm.until_round(number + 4)
+        assert not is_proven("X")
+        assert is_proven("Y")
+        assert {each.commit.members[i] for each in log.since(number) for i in each.commit.withholding} == {"X"}
+        assert not any(commit.commit.withholding for commit in log.since(0) if commit.commit.round <= number)
+        withholds[0] = False
+        await swarm.until(lambda: is_proven("X"))
+        swarm.assert_same_commits()
+
+    simulate(main)
+
+
+def test_a_stranger_with_more_room_than_its_auditor_is_audited(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plan gives it no more experts than that one can train again."""
+    monkeypatch.setattr(admission, "PROBATION_ROUNDS", 1)
+
+    async def main() -> None:
+        swarm = audited_swarm("X", vouched="A")
+        swarm.start_bootstrap()
+        swarm.start("A", experts=1)
+        swarm.start("X", experts=4)
+        await swarm.until(lambda: len(audits(swarm, "X")) > 4)
+        assert {each.passed for each in audits(swarm, "X")} == {True}
         swarm.assert_same_commits()
 
     simulate(main)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import pytest
 
 from spes_p2p.research import audits
+from spes_p2p.rounds.audits import LEAST_COSINE
 
 
 @pytest.mark.long
 def test_honest_updates_favour_their_samples_and_look_like_a_replay(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(audits.ROUNDS, 4, 2)
     monkeypatch.setattr(audits, "ARITHMETICS", audits.ARITHMETICS[:2])
-    records = audits.run(4, 0, replays=True)
+    records = audits.run(4, 0, "adamw", replays=True)
     honest = [record for record in records if record["honest"]]
     assert {record["sender"] for record in honest} == set(audits.HONEST)
     assert all(record["passed"] for record in honest), "in every arithmetic"
@@ -20,6 +21,19 @@ def test_honest_updates_favour_their_samples_and_look_like_a_replay(monkeypatch:
     assert not any(record["passed"] for record in records if record["sender"] in ("one step", "half the steps"))
     assert min(float(record["z 64"]) for record in honest) > max(float(record["z 64"]) for record in copied)
     assert "| 4 |" in audits.report(records)
+
+
+@pytest.mark.long
+def test_with_muon_a_momentum_that_was_invented_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The update that follows from it is what an auditor makes, too."""
+    monkeypatch.setitem(audits.ROUNDS, 4, 2)
+    monkeypatch.setattr(audits, "ARITHMETICS", audits.ARITHMETICS[:2])
+    monkeypatch.setattr(audits, "MOMENTA", 10.0)
+    records = audits.run(4, 0, "muon", replays=True)
+    assert all(record["passed"] for record in records if record["honest"]), "in every arithmetic"
+    (invented,) = (record for record in records if record["sender"] == "invented moments")
+    assert float(invented["cosine"]) > LEAST_COSINE
+    assert not invented["passed"]
 
 
 def test_the_area_under_the_curve() -> None:

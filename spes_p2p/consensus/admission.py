@@ -140,13 +140,15 @@ def add_service(services: dict[str, Service], commit: Commit) -> None:
 
 
 def owes_an_audit(commit: Commit) -> dict[str, int]:
-    """Return the peers whose probation waits for an audit from this commit on: they failed one, or were drawn and are away.
+    """Return the peers whose probation waits for an audit from this commit on: they failed one, were drawn and are away, or
+    gave nothing that can be audited.
 
     By peer: the first round of which a passed audit counts. Without this a trainer that is past probation could claim phases
-    that it did not train, and leave whenever it is drawn.
+    that it did not train, and leave whenever it is drawn, or send updates of its experts only, which nobody trains again.
     """
     failed = {verdict.peer: verdict.round + 1 for verdict in commit.verdicts if not verdict.passed}
-    return failed | dict.fromkeys(set(commit.drawn).difference(commit.members), commit.round - 1)
+    withheld = {commit.members[i]: commit.round for i in commit.withholding if i < len(commit.members)}
+    return failed | dict.fromkeys(set(commit.drawn).difference(commit.members), commit.round - 1) | withheld
 
 
 def begins_anew(commit: Commit) -> Collection[str]:

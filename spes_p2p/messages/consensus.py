@@ -192,6 +192,9 @@ class Commit:
     suspected: Annotated[tuple[MemberIndex, ...], MaxLen(MAX_MEMBERS)] = ()
     """Members past probation for whom the owner does not vouch, that trained shared weights which are left out as harmful, as
     indices into `members`."""
+    withholding: Annotated[tuple[MemberIndex, ...], MaxLen(MAX_MEMBERS)] = ()
+    """Members for whom the owner does not vouch, that trained and gave no update of shared weights, but others, as indices into
+    `members`: nobody can audit these."""
 
     @cached_property
     def id(self) -> str:

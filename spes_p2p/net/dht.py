@@ -56,7 +56,7 @@ class DHTRegistry:
     names nodes which do not exist makes it last. So records are also kept at, and read from, `keepers`.
 
     Who stores a record every few seconds stays connected, and the nodes that a search finds are often behind routers at home.
-    So above MANY_RECORDS peers store only at keepers, as long as the first one, which all peers of a campaign share, takes them.
+    So above MANY_RECORDS peers store only at keepers, as long as the first one, that of all peers of a campaign, takes them.
     """
 
     def __init__(self, node: DHTNode, records: OwnedRecords, keepers: tuple[str, ...] = ()):

@@ -397,9 +397,9 @@ class Auditing:
                 audit.state = _written(store.draft("audited-moments"), chunks)
                 return None
             moments = read_moments(audit.moments.view())
-            tensors, decay = self._replica.layout.by_name, training.beta2**case.phase.steps
+            tensors = self._replica.layout.by_name
             common = {name: values for name, values in moments.items() if _is_common(tensors.get(name.partition("/")[2]))}
-            if not are_plausible(common, trainer.optimizer_state(in_full=True), decay):
+            if not are_plausible(common, trainer.optimizer_state(in_full=True), training.beta2, case.phase.steps):
                 return Score(case.phase.steps, 0.0, 0.0)
             return self._compared(audit, moments)
         finally:
@@ -421,7 +421,7 @@ class Auditing:
                 pending = np.zeros(part.group.size, np.float32)
             made -= pending[place]
             sent = part.codec.decode(body, part.size)
-            parts.append(Replayed(sent, made, pending[place], audit.left_out[part.start]))
+            parts.append(Replayed(sent, made, pending[place], audit.left_out[part.start], part.group.kind))
         return compared(case.phase.steps, parts, self._longer(case))
 
     def _longer(self, case: Case) -> float:

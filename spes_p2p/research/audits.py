@@ -1,6 +1,6 @@
 """Can an auditor tell a trained update from one that was not trained? Measured on the simulator's language and model.
 
-    python -m spes_p2p.research.audits [--seeds 3] [--jobs 2] [--replays] [--json FILE]
+    python -m spes_p2p.research.audits [--seeds 3] [--jobs 2] [--optimizer muon] [--replays] [--json FILE]
 
 Honest peers with own moments, speeds, experts and a codec's error feedback train real rounds; beside them, cheats of each kind
 make updates that never enter the base. Each update is scored by what an auditor could compute: it knows the base, the claimed
@@ -26,19 +26,30 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
 from spes_p2p.config.campaign import CampaignConfig
 from spes_p2p.data.samples import Samples
 from spes_p2p.messages.samples import Interval
 from spes_p2p.model.build import State
 from spes_p2p.model.layout import Group, Layout
-from spes_p2p.rounds.audits import Score, has_passed
+from spes_p2p.rounds.audits import Replayed, compared, has_passed
 from spes_p2p.rounds.codecs import CODECS
 from spes_p2p.testing.simulate.language import SETTINGS, LanguageTrainer, Sentences, first_weights
 from spes_p2p.testing.simulate.swarm import EXPERTS, campaign
 from spes_p2p.training import trainer as real
 from spes_p2p.training.interface import Phase, Trainer
-from spes_p2p.training.moments import PENDING, TINY, are_plausible, load_moments, moments_chunks, plausibility, read_moments
+from spes_p2p.training.moments import (
+    MOMENTUM,
+    PENDING,
+    TINY,
+    are_plausible,
+    load_moments,
+    moments_chunks,
+    plausibility,
+    read_moments,
+)
+from spes_p2p.training.muon import Muon
 
 ROUNDS = {4: 6, 16: 5, 64: 2}
 """Rounds to train, by steps between two of them."""
@@ -54,7 +65,7 @@ ARITHMETICS = ("", ", bfloat16", ", two threads", ", other attention")
 """How an auditor's device may differ from that of the audited peer."""
 SHOWN = (
     *(f"z {FORWARD_SAMPLES[-1]}{place}" for place in PLACES), *(f"cosine{how}" for how in ARITHMETICS),
-    *(f"norm ratio{how}" for how in ARITHMETICS), "drift", "second moments", "passed",
+    *(f"norm ratio{how}" for how in ARITHMETICS), "drift", "second moments", "momentum", "passed",
 )
 """Scores in the tables; the JSON has all."""
 
@@ -82,8 +93,8 @@ CHEATS = (
     "zero", "one step", "one step, scaled", "half the steps", "half, scaled", "last round's move", "another's update", "noise",
     "invented moments",
 )
-DRIFT = 4.0
-"""Invented first moments have this many times the mean of m^2 / v that honest ones have."""
+DRIFT, MOMENTA = 4.0, 2.0
+"""Invented first moments have this many times the mean of m^2 / v of honest ones, and Muon's this many times the norm."""
 
 
 @dataclass
@@ -161,9 +172,10 @@ def moments_of(trainer: Trainer, base: State) -> Arrays:
     return read_moments(b"".join(map(bytes, moments_chunks(trainer, base, 0))))
 
 
-def run(sync_steps: int, seed: int, replays: bool) -> list[Record]:
+def run(sync_steps: int, seed: int, optimizer: str, replays: bool) -> list[Record]:
     """Train one swarm; return each update's scores, with `replays` also those of training again."""
-    settings: dict[str, Any] = {**SETTINGS, "training": {**SETTINGS["training"], "sync_steps": sync_steps}}
+    training = {**SETTINGS["training"], "sync_steps": sync_steps, "optimizer": optimizer}
+    settings: dict[str, Any] = {**SETTINGS, "training": training}
     config = campaign(10**6 // sync_steps * sync_steps, merge={"merge_interval": None}, **settings).config
     layout, base = first_weights(config)
     base = base.copy()
@@ -252,34 +264,51 @@ def _invented(world: World, model: Claim, rng: np.random.Generator) -> tuple[Arr
             found[f"exp_avg/{of}"] = np.float32(size) * root * rng.choice((-1, 1), second.shape).astype(np.float32)
             placed = world.layout.by_name[of]
             drift[placed.start : placed.stop] = -np.sign(found[f"exp_avg/{of}"]).reshape(-1)
+        elif kind == MOMENTUM:
+            placed, noise = world.layout.by_name[of], rng.standard_normal(second.shape).astype(np.float32)
+            found[name] = noise * np.float32(MOMENTA * np.linalg.norm(second) / np.linalg.norm(noise))
+            drift[placed.start : placed.stop] = _muons_step(found[name]).reshape(-1)
     return found, drift
+
+
+def _muons_step(momentum: np.ndarray) -> np.ndarray:
+    """Return what Muon adds to weights without a gradient, at a learning rate of 1."""
+    weights = nn.Parameter(torch.zeros(momentum.shape))
+    weights.grad = torch.zeros_like(weights)
+    muon = Muon([{"params": [weights], "weight_decay": 0.0}])
+    muon.load_state_of(weights, {MOMENTUM: momentum})
+    muon.step([1.0])
+    return weights.detach().numpy()
 
 
 def _replays(world: World, base: State, number: int, claim: Claim, rng: np.random.Generator) -> Record:
     """Train again as an auditor does, which reduced a third of the update of shared weights and router."""
     mask = np.repeat(rng.random(-(-world.layout.size // BLOCK)) * BLOCKS_SHARE < 1, BLOCK)[: world.layout.size]
     pending = np.zeros_like(base)
-    for group in world.layout.groups:
-        mask[group.start : group.stop] &= group.expert is None
-        if f"{PENDING}{group.name}" in claim.moments:
-            pending[group.start : group.stop] = claim.moments[f"{PENDING}{group.name}"]
+    for name, values in claim.moments.items():
+        if name.startswith(PENDING):
+            group = world.layout.group(name.removeprefix(PENDING))
+            pending[group.start : group.stop] = values
+    places = [
+        (each.kind, np.flatnonzero(mask[each.start : each.stop]) + each.start)
+        for each in world.layout.groups if each.expert is None
+    ]
     common = {name: each for name, each in claim.moments.items() if _is_common(world, name)}
-    decay = world.config.training.beta2**claim.steps
     scores: Record = {}
     for how in ARITHMETICS if claim.is_honest else ARITHMETICS[:1]:
         again = world.trainer(base, claim.owned)
         load_moments(again, base, claim.moments)
         with _arithmetic(again, how):
             world.train(again, base + pending, number, claim.steps, claim.epoch)
-        made, sent = (world.change(again, base, claim.owned) - pending)[mask], (claim.update - pending)[mask]
-        norms = float(np.linalg.norm(sent)), float(np.linalg.norm(made))
-        ratio = norms[0] / norms[1]
-        value = float(sent.astype(np.float64) @ made) / (norms[0] * norms[1]) if norms[0] else 0.0
-        after = again.optimizer_state()
-        passed = has_passed(Score(claim.steps, value, ratio)) and are_plausible(common, after, decay)
-        scores |= {f"cosine{how}": value, f"norm ratio{how}": ratio}
+        made, sent = world.change(again, base, claim.owned) - pending, claim.update - pending
+        score = compared(
+            claim.steps, [Replayed(sent[i], made[i], np.zeros_like(made[i]), kind=kind) for kind, i in places if i.size]
+        )
+        moments = common, again.optimizer_state(), world.config.training.beta2, claim.steps
+        passed = has_passed(score) and are_plausible(*moments)
+        scores |= {f"cosine{how}": score.cosine, f"norm ratio{how}": score.norm_ratio}
         scores["passed"] = min(int(passed), int(scores.get("passed", 1)))
-        scores["drift"], scores["second moments"] = plausibility(common, after, decay)
+        scores["drift"], scores["second moments"], scores["momentum"] = plausibility(*moments)
     return scores
 
 
@@ -380,7 +409,7 @@ def _effect(records: Sequence[Record], steps: int, sender: str, place: str) -> s
     return " ± ".join(f"{1000 * mean:.0f}" for mean in means)
 
 
-def _run(arguments: tuple[int, int, bool]) -> list[Record]:
+def _run(arguments: tuple[int, int, str, bool]) -> list[Record]:
     torch.set_num_threads(1)
     return run(*arguments)
 
@@ -391,10 +420,12 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--steps", type=int, nargs="+", choices=sorted(ROUNDS), default=sorted(ROUNDS))
+    parser.add_argument("--optimizer", choices=("adamw", "muon"), default="adamw")
     parser.add_argument("--replays", action="store_true", help="also train each phase again")
     parser.add_argument("--json", type=Path, help="also write each update's scores here, one a line")
     arguments = parser.parse_args()
-    runs = [(steps, seed, arguments.replays) for seed in range(arguments.seeds) for steps in arguments.steps]
+    how = arguments.optimizer, arguments.replays
+    runs = [(steps, seed, *how) for seed in range(arguments.seeds) for steps in arguments.steps]
     with ProcessPoolExecutor(min(arguments.jobs, len(runs)), get_context("spawn")) as pool:
         records = list[Record]()
         for found in pool.map(_run, runs):

@@ -194,15 +194,14 @@ def _score(config: CampaignConfig, trainer: TorchTrainer, claim: Claim, sender: 
         if group.expert is None:
             pending = claim.moments.get(PENDING + group.name, np.zeros(group.size, np.float32))
             made = trainer.read(group) - claim.base[group.start : group.stop] - pending
-            parts.append(Replayed(claim.sent[sender][group.name], made, pending))
+            parts.append(Replayed(claim.sent[sender][group.name], made, pending, kind=group.kind))
     score, tensors = compared(claim.phase.steps, parts), trainer.layout.by_name
     of = {name: name.partition("/")[2] for name in claim.moments}
     common = {n: each for n, each in claim.moments.items() if of[n] in tensors and tensors[of[n]].spec.expert is None}
-    moments = common, trainer.optimizer_state(in_full=True), config.training.beta2**claim.phase.steps
-    drift, second = plausibility(*moments)
+    moments = common, trainer.optimizer_state(in_full=True), config.training.beta2, claim.phase.steps
     return {
         "sender": sender, "cosine": score.cosine, "norm_ratio": score.norm_ratio, "pending": score.pending,
-        "direction": score.direction, "drift": drift, "second": second,
+        "direction": score.direction, **plausibility(*moments)._asdict(),
         "passed": int(has_passed(score) and are_plausible(*moments)),
     }
 

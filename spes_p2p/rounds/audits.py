@@ -20,6 +20,7 @@ from spes_p2p.consensus.admission import NO_SERVICE, Service, begins_anew, is_pa
 from spes_p2p.messages.consensus import Commit, Verdict, Workload
 from spes_p2p.messages.fields import MAX_VERDICTS
 from spes_p2p.messages.rounds import Announcement
+from spes_p2p.model.layout import Kind
 from spes_p2p.rounds.codecs import group_codecs
 from spes_p2p.rounds.planned import Member
 
@@ -247,30 +248,32 @@ class Replayed:
     """Before the phase."""
     left_out: int = 0
     """Earlier phases that rounds did not take, which may be pending."""
+    kind: Kind = "shared"
+    """Of the part's group."""
 
 
 def compared(steps: int, parts: Iterable[Replayed], longer: float = 1.0) -> Score:
-    """Compare a member's update with that of training again.
+    """Compare a member's update with that of training again; shared weights and router apart, of which the worse one counts.
+
+    The router is a small part of the norm of both together: any router would pass.
 
     `longer`: how many times as many steps an earlier phase had, of which rounding left something: at least 1.
     """
-    both = sent_square = made_square = along = whole_square = most_pending = 0.0
+    sums, most_pending = dict[Kind, np.ndarray](), 0.0
     for part in parts:
         sent, made = part.sent, part.made
-        along += float(np.vdot(sent, made))
-        whole_square += float(np.vdot(sent, sent))
         most_pending = max(most_pending, pending_share(part.pending, made * np.float32(longer), part.left_out))
-        sent = sent - part.pending
-        both += float(np.vdot(sent, made))
-        sent_square += float(np.vdot(sent, sent))
-        made_square += float(np.vdot(made, made))
-    if not sent_square or not made_square:
-        return Score(steps, 0.0, 0.0)
-    sent_norm, made_norm, whole_norm = map(math.sqrt, (sent_square, made_square, whole_square))
-    return Score(
-        steps, both / (sent_norm * made_norm), sent_norm / made_norm,
-        most_pending, longer * along / (whole_norm * made_norm) if whole_norm else 0.0,
-    )
+        trained = sent - part.pending
+        pairs = (sent, made), (sent, sent), (trained, made), (trained, trained), (made, made)
+        sums[part.kind] = sums.get(part.kind, np.zeros(len(pairs))) + [float(np.vdot(*pair)) for pair in pairs]
+    cosine, norm_ratio, direction = 1.0, 1.0, math.inf
+    for along, whole, both, own, again in (each.tolist() for each in sums.values()):
+        if not own or not again:
+            return Score(steps, 0.0, 0.0)
+        cosine = min(cosine, both / math.sqrt(own * again))
+        norm_ratio = max(norm_ratio, math.sqrt(own / again), key=lambda ratio: abs(math.log(ratio)))
+        direction = min(direction, longer * along / math.sqrt(whole * again) if whole else 0.0)
+    return Score(steps, cosine, norm_ratio, most_pending, direction) if sums else Score(steps, 0.0, 0.0)
 
 
 def pending_share(pending: np.ndarray, made: np.ndarray, left_out: int) -> float:

@@ -108,7 +108,21 @@ def make_commit(parent: Commit, plan: Plan, results: Results, staged: Mapping[in
         vouched=_vouched(plan),
         drawn=plan.drawn,
         suspected=suspected_members(results, harming),
+        withholding=_withholding(results, reduced),
     )
+
+
+def _withholding(results: Results, reduced: Sequence[Part]) -> tuple[int, ...]:
+    """Return the strangers whose updates nobody can audit: they trained, but gave to none of the parts of shared weights.
+
+    Where no vouched member gave to these either, their reducers are to blame.
+    """
+    members, givers = results.plan.members, dict[bool, set[int]]({True: set(), False: set()})
+    for part in reduced:
+        givers[part.group.kind == "shared"].update(results.contributors(part))
+    if not any(members[i].standing == "vouched" for i in givers[True]):
+        return ()
+    return tuple(i for i in sorted(givers[False] - givers[True]) if members[i].is_stranger and members[i].tokens)
 
 
 def _next_electorate(parent: Commit, plan: Plan, incarnations: Mapping[str, str]) -> tuple[str, ...]:

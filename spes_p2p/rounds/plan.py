@@ -175,11 +175,12 @@ def _without_work(announcements: Mapping[str, Announcement], peers: Collection[s
 
 
 def _auditable(members: Sequence[Member], announcements: Mapping[str, Announcement]) -> dict[str, Announcement]:
-    """Return the announcements with no more experts of a newcomer than the roomiest auditor can train again."""
-    room = max((announcements[each.peer].capacity for each in members if each.standing == "vouched"), default=0)
-    new = {each.peer for each in members if each.standing == "newcomer"}
+    """Return the announcements with no more experts of a stranger than the roomiest auditor can train again."""
+    room = max((announcements[each.peer].capacity for each in members if each.standing == "vouched" and each.trains), default=0)
+    strange = {each.peer for each in members if each.is_stranger}
     return {
-        peer: replace(each, capacity=min(each.capacity, room)) if peer in new else each for peer, each in announcements.items()
+        peer: replace(each, capacity=min(each.capacity, room)) if peer in strange else each
+        for peer, each in announcements.items()
     }
 
 
