@@ -11,6 +11,7 @@ import uvloop
 from hivemind.dht import DHTNode
 
 from spes_p2p.net import dht
+from spes_p2p.net.contacts import MANY_CONTACTS, SHOWN_CONTACTS, SHOWN_S, is_shown
 from spes_p2p.net.libp2p import Libp2p, start_libp2p
 from spes_p2p.testing.memory_network import MemoryRegistry
 from spes_p2p.testing.simulate.swarm import VirtualSwarm, campaign, simulate
@@ -130,3 +131,38 @@ def test_peers_find_each_other_whatever_a_search_finds(
                 await peer.close()
 
     uvloop.run(asyncio.wait_for(main(), 120))
+
+
+@pytest.mark.network
+def test_who_is_refused_room_by_a_keeper_reads_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that is full is not silent."""
+
+    async def main() -> None:
+        host = await start_libp2p(tmp_path / "host", ["/ip4/127.0.0.1/tcp/0"])
+        host.registry.keepers = (host.identity.peer_id,)
+        peers = [
+            await start_libp2p(tmp_path / name, ["/ip4/127.0.0.1/tcp/0"], initial_peers=[host.transport.addresses[0]])
+            for name in "ab"
+        ]
+        monkeypatch.setattr(DHTNode, "store", takes_all)
+        monkeypatch.setattr(DHTNode, "get", finds_nobody)
+        try:
+            await host.registry.put("peers", b"host", 60)
+            await peers[0].registry.put("peers", b"a", 60)
+            monkeypatch.setattr("spes_p2p.net.dht_guard.MAX_RECORDS", 2)
+            await peers[1].registry.put("peers", b"b", 60)
+            found = await peers[1].registry.get("peers")
+            assert sorted(found.values()) == [b"a", b"host"]
+        finally:
+            for peer in (*peers, host):
+                await peer.close()
+
+    uvloop.run(asyncio.wait_for(main(), 120))
+
+
+def test_among_many_peers_nodes_have_the_contacts_of_a_few_that_change() -> None:
+    names = [f"peer-{number}" for number in range(1000)]
+    assert all(is_shown(name, MANY_CONTACTS, 0.0) for name in names)
+    shown = [{name for name in names if is_shown(name, len(names), minute * SHOWN_S)} for minute in range(50)]
+    assert 0.8 * SHOWN_CONTACTS < sum(map(len, shown)) / len(shown) < 1.2 * SHOWN_CONTACTS
+    assert len(set().union(*shown)) > 20 * SHOWN_CONTACTS

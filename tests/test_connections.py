@@ -13,7 +13,7 @@ from network_swarm import LOOPBACK as LISTEN
 from network_swarm import LocalPeer, LocalPeers, write_variant
 
 from spes_p2p.messages.fields import MAX_MEMBERS
-from spes_p2p.net import connections, dht
+from spes_p2p.net import connections, contacts, dht
 from spes_p2p.net.connections import (
     CONNECTIONS,
     CONNECTIONS_PER_PEER,
@@ -179,7 +179,8 @@ def test_among_many_peers_no_trainer_is_connected_with_all_for_the_registrys_sak
     monkeypatch.setattr(connections, "LOOK_EVERY_S", 0.2)
     monkeypatch.setattr(connections, "UNUSED_S", 1.0)
     monkeypatch.setattr(connections, "TRAINERS_CONNECTIONS", 2)
-    monkeypatch.setattr(dht, "MANY_RECORDS", 3)
+    monkeypatch.setattr(contacts, "MANY_CONTACTS", 3)
+    monkeypatch.setattr(contacts, "SHOWN_CONTACTS", 0)
     monkeypatch.setattr(dht, "KEEPER_PAUSE_S", 0.5)
 
     async def keep_storing(peer: Libp2p) -> None:

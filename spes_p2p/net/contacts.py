@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable
+from hashlib import sha256
 
 from spes_p2p.messages.codec import WireError, unpack
 from spes_p2p.messages.consensus import Commit
@@ -12,6 +13,16 @@ from spes_p2p.net.interfaces import Registry, Transport
 
 MAX_KEEPERS = 2
 """Bounds what a peer sends for each record beyond what the DHT's own nodes get."""
+
+MANY_CONTACTS, SHOWN_CONTACTS, SHOWN_S = 64, 16, 60.0
+"""Among more peers than the first, nodes of the DHT have the contacts of about as many as the second, drawn anew every SHOWN_S:
+who renews its contact there every few seconds stays connected, and nodes are often behind routers at home."""
+
+
+def is_shown(peer: str, others: int, now_s: float) -> bool:
+    """Return whether a peer that found so many others keeps its contact at nodes of the DHT, too, not only at keepers."""
+    drawn = int.from_bytes(sha256(f"{peer} {now_s // SHOWN_S:.0f}".encode()).digest()[:8], "big") / 2**64
+    return others <= MANY_CONTACTS or drawn * others < SHOWN_CONTACTS
 
 
 def keepers_of(genesis: Commit, joined_by: Iterable[str]) -> tuple[str, ...]:

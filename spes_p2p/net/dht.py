@@ -19,6 +19,7 @@ from hivemind.utils.timed_storage import MAX_DHT_TIME_DISCREPANCY_SECONDS, Value
 
 from spes_p2p.config.addresses import peer_of
 from spes_p2p.errors import PeerUnreachable, UserError
+from spes_p2p.net.contacts import is_shown
 from spes_p2p.net.daemon_process import nobody_answers
 from spes_p2p.net.dht_guard import (
     MAX_SIGNED_RECORD_BYTES,
@@ -30,7 +31,7 @@ from spes_p2p.net.dht_guard import (
     owner_of_subkey,
 )
 from spes_p2p.net.identity import RSAIdentity, Visitor
-from spes_p2p.net.interfaces import MANY_RECORDS, MAX_RECORD_BYTES
+from spes_p2p.net.interfaces import MAX_RECORD_BYTES
 from spes_p2p.net.p2pd import Daemon
 
 T = TypeVar("T")
@@ -55,8 +56,8 @@ class DHTRegistry:
     A search asks nodes that anybody may have: five whose ids are ground to be the nearest ones hide all records, and one that
     names nodes which do not exist makes it last. So records are also kept at, and read from, `keepers`.
 
-    Who stores a record every few seconds stays connected, and the nodes that a search finds are often behind routers at home.
-    So above MANY_RECORDS peers store only at keepers, as long as the first one, that of all peers of a campaign, takes them.
+    Among many peers most store only at keepers (`contacts.is_shown`), as long as the first one, which is that of all peers of a
+    campaign, takes it.
     """
 
     def __init__(self, node: DHTNode, records: OwnedRecords, keepers: tuple[str, ...] = ()):
@@ -113,7 +114,8 @@ class DHTRegistry:
         content = _EXPIRY.pack(expires_at) + value
         is_keeper = str(self.node.peer_id) in self.keepers
         keeping = self._begin(self._store_at_keepers(key, content, dht_expiry))
-        if self._found > MANY_RECORDS and set(self.keepers[:1]) & await keeping:
+        is_spared = not is_shown(str(self.node.peer_id), self._found, get_dht_time())
+        if is_spared and set(self.keepers[:1]) & await keeping:
             return True
         storing = self.node.store(key, content, dht_expiry, subkey=self.subkey, exclude_self=is_keeper)
         searching = self._begin(self._search(storing))

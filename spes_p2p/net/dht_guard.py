@@ -281,7 +281,7 @@ def check_answers_apart(node: DHTNode, records: OwnedRecords, keepers: Callable[
     Also drop nodes that it names under ids of its choice: twenty of them next to a key would have all of its records.
 
     An answer that names more nodes than this one would, or has more results than keys were asked for, is dropped unread: each
-    costs time. A node that refuses has nothing to show; without an answer it would count as dead.
+    costs time. A node that refuses has nothing to show, or does not store; without an answer it would count as dead.
 
     hivemind drops an answer whole, and a node may answer with any records: with one allowance for all, a liar's new signatures
     use it up, and honest answers are dropped. Many liars have one together, which the answers of `keepers` do not need.
@@ -305,7 +305,13 @@ def check_answers_apart(node: DHTNode, records: OwnedRecords, keepers: Callable[
                 raise ValueError("too many results or nodes")
             return answer
 
-        return SimpleNamespace(rpc_ping=stub.rpc_ping, rpc_store=stub.rpc_store, rpc_find=rpc_find)
+        async def rpc_store(request: Any, **options: Any) -> Any:
+            try:
+                return await stub.rpc_store(request, **options)
+            except P2PHandlerError:
+                return dht_pb2.StoreResponse(store_ok=[False] * len(request.keys))
+
+        return SimpleNamespace(rpc_ping=stub.rpc_ping, rpc_store=rpc_store, rpc_find=rpc_find)
 
     async def call_find_of(peer: PeerID, keys: Collection[DHTID]) -> Any:
         sender.set(str(peer))

@@ -22,8 +22,6 @@ T = TypeVar("T")
 
 MAX_RECORD_BYTES = 1024
 """The largest value that may be put into the registry."""
-MANY_RECORDS = 64
-"""Above this many, keepers alone keep records while they answer: the DHT's nodes would be connected with every writer."""
 
 
 Admit = Callable[[int, int], Awaitable[None]]

@@ -18,7 +18,8 @@ from typing import Any, TypeVar
 from spes_p2p.errors import PeerUnreachable, Refused
 from spes_p2p.messages.framing import MAX_FRAME_BYTES, Kind, Message
 from spes_p2p.messages.refusals import Code
-from spes_p2p.net.interfaces import MANY_RECORDS, MAX_RECORD_BYTES, Admit, Handler, admit_all
+from spes_p2p.net.contacts import is_shown
+from spes_p2p.net.interfaces import MAX_RECORD_BYTES, Admit, Handler, admit_all
 from spes_p2p.testing.virtual_loop import CURRENT_UNIT, Unit, VirtualLoop, create_task_of_unit
 
 T = TypeVar("T")
@@ -408,7 +409,7 @@ class MemoryRegistry:
             raise ValueError(f"a record of {len(value)} bytes under {key}; at most {MAX_RECORD_BYTES} are allowed")
         await self._round_trip()
         now = asyncio.get_running_loop().time()
-        is_searched = self._found <= MANY_RECORDS or not self.keepers
+        is_searched = not self.keepers or is_shown(self._unit.peer, self._found, EPOCH_S + now)
         nearest = self._network._nearest_nodes(key) if is_searched else []
         self._network._registry_moved([self._unit.peer], {*nearest[:HOLDERS], *self.keepers}, len(value) + RECORD_BYTES)
         if is_searched and now >= self._searched_at + SEARCH_EVERY_S:
