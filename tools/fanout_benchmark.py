@@ -1,6 +1,6 @@
 """Measure an exchange of many peers: owners that serve their experts, reducers planned by bandwidth, and cells.
 
-./tools/bench fanout [--peers 16 32] [--cases equal ...] [--json FILE]
+./tools/bench fanout [--peers 16 32] [--cases equal ...] [--reducers "in cells"] [--json FILE]
 
 The exchange is real, on an in-memory network in virtual time, so the seconds are those of the transfers. "Sent" and "received
 over" are the most that one peer sends and receives relative to what the plan has it send and receive. "Neighbours" are the most
@@ -85,6 +85,7 @@ def main() -> None:
     parser.add_argument("--peers", type=int, nargs="+", default=[16, 32], help="how many take part (default 16 32)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there too")
     parser.add_argument("--cases", nargs="+", default=list(CASES), metavar="CASE", help="the first words of some cases")
+    parser.add_argument("--reducers", nargs="+", choices=EITHER, default=list(EITHER), help="default: all")
     arguments = parser.parse_args()
     if any(peers < 4 or peers % 4 for peers in arguments.peers):
         parser.error("--peers: multiples of 4")
@@ -94,8 +95,8 @@ def main() -> None:
           f"{'neighbours':>11}{'least':>9}")
     for peers in arguments.peers:
         for case in cases:
-            for reducers, flat_members in EITHER.items():
-                with patch.object(cells, "FLAT_MEMBERS", flat_members):
+            for reducers in arguments.reducers:
+                with patch.object(cells, "FLAT_MEMBERS", EITHER[reducers]):
                     table_of.cache_clear()
                     m = measure(case, peers, reducers)
                 measured.append(m)

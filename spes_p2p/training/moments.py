@@ -20,7 +20,7 @@ from spes_p2p.training.pending import add_pending, pending_pieces, trained_group
 BF16 = np.dtype(DTYPES["BF16"])
 PENDING = "pending."
 TINY = np.finfo(np.float32).tiny
-MOST_DRIFT, MOST_SECOND, MOST_MOMENTUM = 8.0, 100.0, 1.5
+MOST_DRIFT, MOST_SECOND, MOST_MOMENTUM = 8.0, 100.0, 2.5
 """Bound moments before a phase by those of the phase itself (`plausibility`). Honest ones reach 4.7, 1.4 and X."""
 MOMENTUM, BETA = "momentum_buffer", 0.95
 """Muon's moment: a moving average of the gradients with this decay a step."""
