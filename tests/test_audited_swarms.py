@@ -415,7 +415,7 @@ def test_strangers_that_show_their_moments_slowly_keep_nobody_from_being_audited
         swarm.start_all("ASTUVY")
         await swarm.until_round(16)
         made = audits(swarm, "Y")
-        assert len(made) >= 5
+        assert len(made) >= 4
         assert all(each.passed for each in made)
 
     simulate(main)

@@ -18,13 +18,14 @@ from spes_p2p.messages.framing import Kind
 from spes_p2p.messages.methods import COMMITS, LEAVE, PING, ROUND, SNAPSHOT
 from spes_p2p.messages.presence import Contact
 from spes_p2p.messages.refusals import Code, Refusal
+from spes_p2p.net import contacts
 from spes_p2p.net.contacts import registry_key
 from spes_p2p.net.rpc import RpcEndpoint
 from spes_p2p.peer import decisions
 from spes_p2p.peer.node import CONTACT_EVERY_S, CONTACTS_READ_PER_S
 from spes_p2p.rounds.checks import checkers
 from spes_p2p.rounds.digest import PIECE_ELEMENTS, state_digest
-from spes_p2p.testing.memory_network import Frame, MemoryNetwork, MemoryTransport
+from spes_p2p.testing.memory_network import UNUSED_S, Frame, MemoryNetwork, MemoryTransport
 from spes_p2p.testing.simulate.scenario import Scenario, peer_names
 from spes_p2p.testing.simulate.swarm import VirtualSwarm, campaign, simulate
 from spes_p2p.testing.simulate.virtual import run_seed
@@ -152,6 +153,23 @@ def test_what_a_peer_does_in_a_round_does_not_grow_with_their_number(monkeypatch
     assert by_peers[24]["open"] < 30
     for name, count in by_peers[8].items():
         assert by_peers[24][name] < 1.2 * count
+
+
+def test_among_many_peers_the_registry_connects_few_with_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(contacts, "MANY_CONTACTS", 8)
+    monkeypatch.setattr(contacts, "SHOWN_CONTACTS", 3)
+
+    async def main() -> list[int]:
+        swarm = VirtualSwarm(campaign(10**6, sync={"min_peers": 16}))
+        names = peer_names(16)
+        swarm.start_all(names)
+        await swarm.until_round(8)
+        since = asyncio.get_running_loop().time() - UNUSED_S
+        stored = {peer: [at for at in each.values() if at > since] for peer, each in swarm.network._stored_at.items()}
+        assert len(stored["W"]) == len(names), "the owner's"
+        return sorted(len(stored[name]) for name in names)
+
+    assert simulate(main)[-1] < 12
 
 
 @pytest.mark.parametrize(("planned", "expected"), [("nobody else", range(2)), ("a newcomer", range(3, 6))])

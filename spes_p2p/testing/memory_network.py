@@ -34,6 +34,8 @@ NODES_ASKED, HOLDERS = 20, 5
 """Nodes of the DHT that are asked in a search for a key, the nearest ones, and those of them that keep its records."""
 RECORD_BYTES, NODE_BYTES = 770, 58
 """What a record has beside its value (key and signature), and what tells of a node."""
+UNUSED_S = 35.0
+"""A connection is kept for so long after its last use, at most (`net/connections.py`)."""
 SEARCH_EVERY_S = 60.0
 """A peer searches the nodes that keep its records this often (`net/dht.py`)."""
 EPOCH_S = 1_700_000_000.0
@@ -89,7 +91,9 @@ class MemoryNetwork:
         self.sent_bytes: dict[tuple[str, str], int] = {}
         """Payload bytes sent, by (sender, receiver)."""
         self.connections: dict[str, int] = {}
-        """By peer: the most others to which it had channels at a time."""
+        """By peer: the most others at a time to which it had channels, or which stored contacts there or it at them lately."""
+        self._stored_at: dict[str, dict[str, float]] = {}
+        """By peer: others with which it is connected for the registry's sake, the latest last, and when it was used last."""
         self.client_only: set[str] = set()
         """Peers to which only those can open a channel to which they opened one before."""
         self._dialled: set[tuple[Unit, Unit]] = set()
@@ -244,6 +248,23 @@ class MemoryNetwork:
                 self.registry_sent[source] += size
                 self.registry_received[target] += size
 
+    def _count_connections(self, unit: Unit) -> None:
+        stored, most = self._stored_at.get(unit.peer, {}), self.connections.get(unit.peer, 0)
+        if len(unit.remotes) + len(stored) > most:
+            since = asyncio.get_running_loop().time() - UNUSED_S
+            while stored and next(iter(stored.values())) < since:
+                del stored[next(iter(stored))]
+            self.connections[unit.peer] = max(most, len(unit.remotes.keys() | stored.keys()))
+
+    def _store_at(self, unit: Unit, holders: Iterable[str]) -> None:
+        now = asyncio.get_running_loop().time()
+        for at in [self._units[holder] for holder in holders if holder in self._units and holder != unit.peer]:
+            for one, other in ((unit, at), (at, unit)):
+                stored = self._stored_at.setdefault(one.peer, {})
+                stored.pop(other.peer, None)
+                stored[other.peer] = now
+                self._count_connections(one)
+
     def _link(self, peer: str) -> _Link:
         return self._links.setdefault(peer, _Link(self._bandwidth, self._bandwidth))
 
@@ -324,7 +345,7 @@ class MemoryChannel:
         self._admit: Admit = admit_all
         self._aborted = False
         unit.opened(self)
-        network.connections[unit.peer] = max(network.connections.get(unit.peer, 0), len(unit.remotes))
+        network._count_connections(unit)
 
     @property
     def remote(self) -> str:
@@ -411,7 +432,9 @@ class MemoryRegistry:
         now = asyncio.get_running_loop().time()
         is_searched = not self.keepers or is_shown(self._unit.peer, self._found, EPOCH_S + now)
         nearest = self._network._nearest_nodes(key) if is_searched else []
-        self._network._registry_moved([self._unit.peer], {*nearest[:HOLDERS], *self.keepers}, len(value) + RECORD_BYTES)
+        holders = {*nearest[:HOLDERS], *self.keepers}
+        self._network._registry_moved([self._unit.peer], holders, len(value) + RECORD_BYTES)
+        self._network._store_at(self._unit, holders)
         if is_searched and now >= self._searched_at + SEARCH_EVERY_S:
             self._searched_at = now
             self._network._registry_moved(nearest, [self._unit.peer], NODE_BYTES * len(nearest))

@@ -68,6 +68,7 @@ def simulate_virtual(
     for i, name in enumerate(("registry_sent_bytes_per_min_max", "registry_received_bytes_per_min_median")):
         made[name] = max(each.registry_bytes_per_min[i] for each in found)
     made["connections_max"] = max(each.connections_max for each in found)
+    made["connections_max_trainer"] = max(each.connections_max_trainer for each in found)
     made["connections_median"] = max(each.connections_median for each in found)
     made["cpu_s"] = round(sum(each.cpu_s for each in found), 1)
     made["memory_peak_bytes"] = max(each.memory_peak_bytes for each in found)

@@ -86,7 +86,9 @@ class RunReport:
     """Over the whole run: what the peer that sends most of the registry's records sends, and what the median peer receives
     (virtual form)."""
     connections_max: int = 0
-    """The most other peers with which one peer had open streams at a time (virtual form)."""
+    """The most other peers with which one peer had open streams, or exchanged contacts lately, at a time (virtual form)."""
+    connections_max_trainer: int = 0
+    """The same without the owner's bootstrap peer."""
     connections_median: int = 0
     """The same of the median peer."""
     cpu_s: float = 0.0

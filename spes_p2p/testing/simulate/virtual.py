@@ -212,6 +212,8 @@ class _Run:
     def result(self) -> RunReport:
         """Return the run's results."""
         sent, received = zip(*self._most_control_bytes.values() or ((0, 0),), strict=True)
+        connections = self._swarm.network.connections
+        trainers = [count for peer, count in connections.items() if peer != BOOTSTRAP]
         return RunReport(
             self._seed, self._audit.figures(self._pending_tokens), tuple(self._audit.violations), dict(self._faults.struck),
             dict(self._faults.struck_at), virtual_s=round(self._ended_s, 3),
@@ -219,8 +221,8 @@ class _Run:
             control_bytes_median=(int(statistics.median(sent)), int(statistics.median(received))),
             sent_bytes_per_round=self._sent_bytes_per_round(),
             registry_bytes_per_min=self._registry_bytes_per_min(),
-            connections_max=max(self._swarm.network.connections.values(), default=0),
-            connections_median=int(statistics.median(self._swarm.network.connections.values() or (0,))), log=tuple(self._log),
+            connections_max=max(connections.values(), default=0), connections_max_trainer=max(trainers, default=0),
+            connections_median=int(statistics.median(connections.values() or (0,))), log=tuple(self._log),
             attacked=self._attacked() if self._scenario.attackers else None,
         )
 
