@@ -282,6 +282,7 @@ def test_a_router_is_compared_apart_from_the_shared_weights_beside_which_it_is_s
     for wrong in (-router, 3 * router, rng.permutation(router), none):
         assert not has_passed(compared(1, [right, Replayed(wrong, router, none, kind="router")]))
     assert not has_passed(compared(1, []))
+    assert not has_passed(compared(1, [Replayed(router, router, none, kind="router")])), "nor a router alone"
 
 
 def test_after_a_longer_phase_rounding_may_have_left_more_than_a_short_one_moves() -> None:
@@ -412,8 +413,8 @@ def test_a_momentum_that_no_training_leaves_is_not_plausible() -> None:
 
     assert is_plausible()
     assert is_plausible(a=0.0)
-    assert not is_plausible(a=3.0), "one matrix suffices, also a small one"
-    assert not is_plausible(a=3.0, b=0.01)
+    assert not is_plausible(a=6.0), "one matrix suffices"
+    assert not is_plausible(a=6.0, b=0.01), "also a small one"
     other = {f"{MOMENTUM}/a": np.ones((5, 4), np.float32)}
     after = {name: whole(values) for name, values in before.items()}
     assert not are_plausible(other, after, 0.5, steps), "not what the trainer holds"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from spes_p2p.research import audits
-from spes_p2p.rounds.audits import LEAST_COSINE
+from spes_p2p.training.moments import MOST_MOMENTUM
 
 
 @pytest.mark.long
@@ -24,15 +24,15 @@ def test_honest_updates_favour_their_samples_and_look_like_a_replay(monkeypatch:
 
 
 @pytest.mark.long
-def test_with_muon_a_momentum_that_was_invented_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The update that follows from it is what an auditor makes, too."""
+def test_with_muon_honest_updates_pass_and_an_invented_momentum_is_larger_than_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(audits.ROUNDS, 4, 2)
     monkeypatch.setattr(audits, "ARITHMETICS", audits.ARITHMETICS[:2])
-    monkeypatch.setattr(audits, "MOMENTA", 10.0)
+    monkeypatch.setattr(audits, "MOMENTA", 20.0)
     records = audits.run(4, 0, "muon", replays=True)
-    assert all(record["passed"] for record in records if record["honest"]), "in every arithmetic"
+    honest = [record for record in records if record["honest"]]
+    assert all(record["passed"] for record in honest), "in every arithmetic"
     (invented,) = (record for record in records if record["sender"] == "invented moments")
-    assert float(invented["cosine"]) > LEAST_COSINE
+    assert float(invented["momentum"]) > MOST_MOMENTUM > 2 * max(float(record["momentum"]) for record in honest)
     assert not invented["passed"]
 
 

@@ -238,9 +238,11 @@ class Auditing:
         return tuple(found)
 
     async def _prepare(self, case: Case) -> None:
-        """Get what the audit needs; without the member's update there is none."""
-        pushed = case.pushed or await self._fetch_updates(case)
-        if not pushed:
+        """Get what the audit needs; without the member's update of shared weights there is none."""
+        pushed = case.pushed
+        if not _has_shared(pushed):
+            pushed = (*pushed, *await self._fetch_updates(case))
+        if not _has_shared(pushed):
             self._drop(case)
         elif case.moments:
             with contextlib.suppress(_Unwanted):
@@ -438,6 +440,10 @@ def _written(draft: Draft, chunks: Iterable[bytes | memoryview]) -> Draft:
         draft.write(size, chunk)
         size += memoryview(chunk).nbytes
     return draft
+
+
+def _has_shared(pushed: Iterable[tuple[Part, Body]]) -> bool:
+    return any(part.group.kind == "shared" for part, _ in pushed)
 
 
 def _is_common(placed: Placed | None) -> bool:

@@ -307,6 +307,7 @@ def _replays(world: World, base: State, number: int, claim: Claim, rng: np.rando
         moments = common, again.optimizer_state(), world.config.training.beta2, claim.steps
         passed = has_passed(score) and are_plausible(*moments)
         scores |= {f"cosine{how}": score.cosine, f"norm ratio{how}": score.norm_ratio}
+        scores |= {f"router's cosine{how}": score.router[0], f"router's ratio{how}": score.router[1]}
         scores["passed"] = min(int(passed), int(scores.get("passed", 1)))
         scores["drift"], scores["second moments"], scores["momentum"] = plausibility(*moments)
     return scores

@@ -33,8 +33,10 @@ AUDITED_PARTS = 2
 CONVICTING_AUDITORS = 2
 """Auditors that must fail a member, so that no single one can harm it."""
 LEAST_COSINE, LEAST_NORM_RATIO = 0.9, 0.75
-"""Of an update of shared weights and router with that of training again, and of the smaller of the two norms to the larger.
+"""Of an update of shared weights with that of training again, and of the smaller of the two norms to the larger.
 Honest ones have 0.979 and 0.99 or more, also in another arithmetic; half of 16 steps at most 0.89 (docs/security.md)."""
+LEAST_ROUTERS = 0.6, 0.5
+"""The same of the router alone, in which arithmetics differ more: honest ones have 0.9 and 0.91."""
 ROUNDING_SHARE, LEFT_OUT_SHARE, LEAST_DIRECTION = 0.5, 2.0, 0.4
 """Bound the norm of pending work by that of the phase's update, in each part: what rounding leaves, and more for each phase
 that rounds left out; and the cosine of all that was sent with the phase's update. Honest ones have 0.16 and 0.97 where nothing
@@ -234,6 +236,8 @@ class Score:
     direction: float = 1.0
     """Cosine of what the member sent, pending work included, with the auditor's update, times how much longer an earlier phase
     was."""
+    router: tuple[float, float] = (1.0, 1.0)
+    """Cosine and ratio of norms of the router's update."""
 
 
 @dataclass(frozen=True)
@@ -253,27 +257,33 @@ class Replayed:
 
 
 def compared(steps: int, parts: Iterable[Replayed], longer: float = 1.0) -> Score:
-    """Compare a member's update with that of training again; shared weights and router apart, of which the worse one counts.
-
-    The router is a small part of the norm of both together: any router would pass.
+    """Compare a member's update with that of training again. The router apart: beside shared weights any would pass.
 
     `longer`: how many times as many steps an earlier phase had, of which rounding left something: at least 1.
     """
-    sums, most_pending = dict[Kind, np.ndarray](), 0.0
+    sums, most_pending = {"shared": np.zeros(5), "router": np.zeros(5)}, 0.0
     for part in parts:
         sent, made = part.sent, part.made
         most_pending = max(most_pending, pending_share(part.pending, made * np.float32(longer), part.left_out))
         trained = sent - part.pending
-        pairs = (sent, made), (sent, sent), (trained, made), (trained, trained), (made, made)
-        sums[part.kind] = sums.get(part.kind, np.zeros(len(pairs))) + [float(np.vdot(*pair)) for pair in pairs]
-    cosine, norm_ratio, direction = 1.0, 1.0, math.inf
-    for along, whole, both, own, again in (each.tolist() for each in sums.values()):
-        if not own or not again:
-            return Score(steps, 0.0, 0.0)
-        cosine = min(cosine, both / math.sqrt(own * again))
-        norm_ratio = max(norm_ratio, math.sqrt(own / again), key=lambda ratio: abs(math.log(ratio)))
-        direction = min(direction, longer * along / math.sqrt(whole * again) if whole else 0.0)
-    return Score(steps, cosine, norm_ratio, most_pending, direction) if sums else Score(steps, 0.0, 0.0)
+        pairs = (trained, made), (trained, trained), (made, made), (sent, made), (sent, sent)
+        sums[part.kind] += [float(np.vdot(*pair)) for pair in pairs]
+    shared, router = (_alike(*each.tolist()) if each.any() else None for each in sums.values())
+    if shared is None:
+        return Score(steps, 0.0, 0.0)
+    cosine, ratio, direction = shared
+    return Score(steps, cosine, ratio, most_pending, longer * direction, router[:2] if router else (1.0, 1.0))
+
+
+def _alike(both: float, own: float, again: float, along: float, whole: float) -> tuple[float, float, float]:
+    """Return cosine and ratio of norms of an update and one made again, and the cosine of all that was sent with that.
+
+    Of the products of update and made, update and update, made and made, sent and made, sent and sent.
+    """
+    if not own or not again:
+        return 0.0, 0.0, 0.0
+    direction = along / math.sqrt(whole * again) if whole else 0.0
+    return both / math.sqrt(own * again), math.sqrt(own / again), direction
 
 
 def pending_share(pending: np.ndarray, made: np.ndarray, left_out: int) -> float:
@@ -287,7 +297,8 @@ def pending_share(pending: np.ndarray, made: np.ndarray, left_out: int) -> float
 
 def has_passed(score: Score) -> bool:
     """Return whether an update is what training gives, as far as its codec and the auditor's arithmetic let one tell."""
-    is_trained = score.cosine >= LEAST_COSINE and LEAST_NORM_RATIO <= score.norm_ratio <= 1 / LEAST_NORM_RATIO
+    found = (score.cosine, score.norm_ratio, LEAST_COSINE, LEAST_NORM_RATIO), (*score.router, *LEAST_ROUTERS)
+    is_trained = all(cosine >= least and ratio <= norms <= 1 / ratio for cosine, norms, least, ratio in found)
     is_usual = score.pending <= ROUNDING_SHARE and score.direction >= LEAST_DIRECTION
     return score.steps > 0 and is_trained and is_usual
 
