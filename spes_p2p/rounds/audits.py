@@ -34,7 +34,7 @@ CONVICTING_AUDITORS = 2
 """Auditors that must fail a member, so that no single one can harm it."""
 LEAST_COSINE, LEAST_NORM_RATIO = 0.9, 0.75
 """Of an update of shared weights with that of training again, and of the smaller of the two norms to the larger.
-Honest ones have 0.979 and 0.99 or more, also in another arithmetic; half of 16 steps at most 0.89 (docs/security.md)."""
+Honest ones have 0.979 and 0.99 or more, also in another arithmetic; half of 16 steps at most 0.89 (docs/attacks.md)."""
 LEAST_ROUTERS = 0.6, 0.5
 """The same of the router alone, in which arithmetics differ more: honest ones have 0.9 and 0.91."""
 ROUNDING_SHARE, LEFT_OUT_SHARE, LEAST_DIRECTION = 0.5, 2.0, 0.4
