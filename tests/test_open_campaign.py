@@ -77,6 +77,23 @@ def test_an_expert_that_only_newcomers_trained_keeps_its_values(members: tuple[M
         assert part.group.expert is None or {members[i].standing for i in part.contributors} != {"newcomer"}
 
 
+def test_an_expert_keeps_its_values_where_its_vouched_owner_s_update_does_not_come_and_a_newcomer_s_does() -> None:
+    routed = {"A": (5,) * EXPERTS, "B": (0, *[5] * (EXPERTS - 1)), "C": (0, *[5] * (EXPERTS - 1))}
+    newcomer = Member("X", 5, (5,) * EXPERTS, 0.0, True, "newcomer")
+    plan = make_plan_of([*(Member(name, 5, each, 1.0) for name, each in routed.items()), newcomer])
+
+    async def main() -> None:
+        played = await Round.open(plan, random_updates(plan))
+        await played.run("BCX")
+        commit, results = played.commit("BC"), played.collected()
+        alone = {part.index for part in results.parts if results.contributors(part) == (3,)}
+        assert {part.group.expert for part in results.parts if part.index in alone} == {0}
+        assert set(commit.dropped) == alone
+        assert 3 in commit.heard, "its shared weights count"
+
+    run_virtual(main())
+
+
 def test_a_part_that_only_strangers_hold_beside_its_reducer_is_not_in_the_base_and_moves_when_that_is_lost() -> None:
     strangers = [Member(name, 5, (5,) * EXPERTS, 0.0, True, "newcomer") for name in "XY"]
     plan = make_plan_of([*(Member(name, 5, (5,) * EXPERTS, 1.0) for name in "AB"), *strangers])

@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from spes_p2p.errors import PeerUnreachable, Refused
 from spes_p2p.messages import consensus, content, presence, refusals, rounds
 from spes_p2p.messages.codec import WireError, pack, unpack
-from spes_p2p.messages.fields import MAX_INTERVALS
+from spes_p2p.messages.fields import MAX_INTERVALS, MAX_MEMBERS
 from spes_p2p.messages.framing import HEADER, IGNORABLE, MAX_FRAME_BYTES, Kind
-from spes_p2p.messages.methods import COMMITS, HISTORY, METHODS, PING, ROUND
+from spes_p2p.messages.methods import ACCEPT, ACCUSE, COMMITS, DECIDE, HISTORY, METHODS, PING, PUSH, ROUND, UPDATE
 from spes_p2p.messages.presence import Contribution, HistoryRequest, RoundRecord
 from spes_p2p.messages.refusals import Code
 from spes_p2p.messages.rounds import Ping
@@ -31,6 +31,7 @@ from spes_p2p.net.rpc import BUSY_SILENCES, OUTSIDER_SILENCES, RpcEndpoint, Stre
 from spes_p2p.net.shares import (
     ANSWERS_BITS,
     FRAME_COST,
+    FURTHER_SHARE,
     GREEDY_STRANGERS,
     HELD_BY_OUTSIDERS,
     HELD_PER_PEER,
@@ -38,6 +39,7 @@ from spes_p2p.net.shares import (
     OUTSIDER_BITS,
     OUTSIDER_FRAME_BYTES,
     OUTSIDERS_BURST_S,
+    OWN_BYTES,
     STREAM_COST,
     STREAMS_OF_OUTSIDERS,
     STREAMS_PER_OUTSIDER,
@@ -50,6 +52,8 @@ from spes_p2p.net.turns import RETRY_S, WAITING_S
 from spes_p2p.net.unpacking import unpack_beside
 from spes_p2p.observe.rounds import Rounds
 from spes_p2p.peer.history_sync import serving
+from spes_p2p.peer.part_frames import INDEX_BYTES, WEIGHT_BYTES
+from spes_p2p.rounds.parts import PART_BYTES
 from spes_p2p.testing.memory_network import MemoryNetwork
 from spes_p2p.testing.virtual_loop import run_virtual
 
@@ -566,23 +570,136 @@ def test_the_bytes_held_for_a_member_are_bounded_and_free_again_when_its_streams
     run_virtual(main())
 
 
-def test_members_for_whom_the_owner_does_not_vouch_have_one_account_and_keep_nobody_waiting() -> None:
+def shares_of_an_open_campaign() -> Shares:
+    shares = Shares(SILENCE_S, lambda: 1e9)
+    shares.is_trusted = lambda peer: peer == "vouched"
+    return shares
+
+
+@pytest.mark.parametrize("size", [OWN_BYTES, OWN_BYTES + 1, UPDATE, MAX_FRAME_BYTES])
+def test_all_members_for_whom_the_owner_does_not_vouch_hold_bounded_bytes_however_many_they_are(size: int) -> None:
+    async def main() -> int:
+        shares = shares_of_an_open_campaign()
+        frames = [asyncio.ensure_future(shares.hold(f"X{i}", size)) for _ in range(8) for i in range(MAX_MEMBERS)]
+        await asyncio.sleep(1)
+        held = sum(shares._held.values())
+        assert held == sum(size for each in frames if each.done())
+        await asyncio.wait_for(shares.hold("vouched", HELD_PER_PEER), 1)
+        await end_tasks(frames)
+        return held
+
+    assert run_virtual(main()) <= GREEDY_STRANGERS * HELD_PER_STRANGER + MAX_MEMBERS * OWN_BYTES
+
+
+def test_greedy_members_for_whom_the_owner_does_not_vouch_keep_nobody_waiting() -> None:
     async def main() -> None:
-        shares = Shares(SILENCE_S, lambda: 1e9)
-        shares.is_trusted = lambda peer: peer == "vouched"
+        shares = shares_of_an_open_campaign()
+        greedy = [asyncio.ensure_future(shares.hold(f"greedy {i}", UPDATE)) for _ in range(8) for i in range(200)]
+        await asyncio.sleep(1)
+        assert all(shares._held[f"greedy {i}"] for i in range(200))
+        assert sum(shares._held.values()) > FURTHER_SHARE * GREEDY_STRANGERS * HELD_PER_STRANGER
+        for i in range(100):
+            await asyncio.wait_for(shares.hold(f"honest {i}", UPDATE), 1)  # its frames come one at a time
+        further = asyncio.ensure_future(shares.hold("honest 0", UPDATE))
+        await asyncio.sleep(1)
+        assert not further.done()
+        shares.release("honest 0", UPDATE)
+        await asyncio.wait_for(further, 1)
+        await end_tasks(greedy)
+
+    run_virtual(main())
+
+
+def test_where_strange_members_hold_all_only_long_frames_wait_and_the_longest_gets_room() -> None:
+    async def main() -> None:
+        shares, vouched = shares_of_an_open_campaign(), {"vouched", "fallen"}
+        shares.is_trusted = vouched.__contains__
+        await shares.hold("fallen", HELD_PER_PEER)
         greedy = [f"greedy {i}" for i in range(GREEDY_STRANGERS)]
         for name in greedy:
-            await shares.hold(name, HELD_PER_STRANGER)
-        await asyncio.wait_for(shares.hold("honest", 2**20), 1)  # its frames come one at a time
-        waiting = asyncio.ensure_future(shares.hold("honest", 1))
+            await shares.hold(name, HELD_PER_STRANGER + OWN_BYTES)
+        vouched.remove("fallen")
+        assert shares.enter("fallen")
+        waiting = asyncio.ensure_future(shares.hold("honest", MAX_FRAME_BYTES))
+        await asyncio.wait_for(shares.hold("honest", OWN_BYTES), 1)
         await asyncio.wait_for(shares.hold("vouched", HELD_PER_PEER), 1)
         await asyncio.sleep(1)
         assert not waiting.done()
-        shares.release(greedy[0], HELD_PER_STRANGER)
-        shares.release("honest", 2**20)
+        shares.release("honest", OWN_BYTES)
+        shares.release("fallen", HELD_PER_PEER)
+        for name in greedy[:2]:
+            shares.release(name, HELD_PER_STRANGER)
         await asyncio.wait_for(waiting, 1)
 
     run_virtual(main())
+
+
+def test_who_becomes_a_member_or_vouched_for_while_its_bytes_are_held_leaves_nothing_in_the_account() -> None:
+    async def main() -> None:
+        shares, standing = shares_of_an_open_campaign(), {"A": 0}
+        shares.is_known, shares.is_trusted = lambda peer: standing[peer] > 0, lambda peer: standing[peer] > 1
+        for order in itertools.permutations(range(3)):
+            for standing["A"] in order:
+                await shares.hold("A", UPDATE)
+            for standing["A"] in order:
+                shares.release("A", UPDATE)
+            assert shares._shared == sum(shares._held.values()) == len(shares._outsiders | shares._strange_members) == 0
+
+    run_virtual(main())
+
+
+def test_frames_of_one_peer_that_wait_for_room_do_not_all_look_for_it_at_each_release() -> None:
+    async def main() -> int:
+        shares, looks = shares_of_an_open_campaign(), list[str]()
+        await shares.hold("greedy", HELD_PER_STRANGER)
+        waiting = [asyncio.ensure_future(shares.hold("greedy", UPDATE)) for _ in range(1000)]
+        await asyncio.sleep(1)
+        shares.is_known = lambda peer: not looks.append(peer)  # type: ignore[func-returns-value]
+        shares.release("another", 1)
+        await asyncio.sleep(1)
+        await end_tasks(waiting)
+        return len(looks)
+
+    assert run_virtual(main()) < 10
+
+
+LONG_FRAMES = [
+    (DECIDE, Kind.MESSAGE), (ACCUSE, Kind.MESSAGE), (ACCEPT, Kind.MESSAGE), (ACCEPT, Kind.COMPACT), (ROUND, Kind.REPORT),
+]
+
+
+@pytest.mark.parametrize(("method", "kind"), LONG_FRAMES)
+def test_a_frame_that_only_vouched_members_send_is_refused_from_others_by_its_header(method: str, kind: Kind) -> None:
+    async def main() -> None:
+        host, taken = Host(knows=True), list[str]()
+        host.endpoint.shares.is_trusted = lambda peer: peer == "vouched"
+
+        async def take(stream: Stream) -> None:
+            taken.append(stream.remote)
+            await stream.any_message()
+            await stream.send(b"taken")
+
+        await host.endpoint.serve(method, take)
+
+        async def sent(peer: str, size: int) -> bytes:
+            asker = RpcEndpoint(host.network.transport(peer), SILENCE_S)
+            return await asker.ask("B", method, bytes(size), 10.0, kind)
+
+        longest = METHODS[method].stranger_bytes
+        assert longest < METHODS[method].longest(kind, to_asker=False) == MAX_FRAME_BYTES
+        assert await sent("vouched", MAX_FRAME_BYTES) == await sent("newcomer", longest) == b"taken"
+        with pytest.raises(Refused, match="at most") as refused:
+            await sent("newcomer", longest + 1)
+        assert refused.value.code is Code.TOO_LARGE
+
+    run_virtual(main())
+
+
+def test_no_member_may_send_a_long_frame_for_which_the_owner_does_not_vouch_but_a_part_of_its_update() -> None:
+    kinds = [Kind.MESSAGE, *Kind]
+    longest = {min(each.stranger_bytes, each.longest(kind, False)) for each in METHODS.values() for kind in kinds}
+    assert max(longest) == METHODS[PUSH].stranger_bytes == UPDATE
+    assert PART_BYTES + INDEX_BYTES + WEIGHT_BYTES <= UPDATE
 
 
 def test_streams_of_members_for_whom_the_owner_does_not_vouch_are_capped_in_all_and_those_with_most_give_way() -> None:

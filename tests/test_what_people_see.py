@@ -22,6 +22,7 @@ from spes_p2p.content.files import fetch_file
 from spes_p2p.data.manifest import Manifest, TokenFile
 from spes_p2p.data.pieces import PIECE_BYTES
 from spes_p2p.data.url_donor import UrlDonor, UrlFailed
+from spes_p2p.data.web_files import is_public
 from spes_p2p.errors import UserError
 from spes_p2p.messages.codec import WireError, pack, unpack
 from spes_p2p.messages.methods import PROTOCOL_VERSION
@@ -155,6 +156,17 @@ def fetch(url: str, **options: Any) -> list[bytes]:
 def test_a_volunteers_own_network_is_not_read(host: str) -> None:
     with pytest.raises(UrlFailed, match="private network"):
         fetch(f"http://{host}:1/tokens")
+
+
+NOT_PUBLIC = [
+    "224.0.0.1", "ff0e::1", "fec0::1", "fd00::1", "fe80::1%eth0", "::", "::1", "::10.0.0.1", "::ffff:10.0.0.1",
+    "::ffff:0:10.0.0.1", "64:ff9b::a00:1", "64:ff9b::7f00:1", "64:ff9b:1::808:808", "2002:a00:1::1", "2001:0:a00:1::",
+]
+
+
+def test_addresses_of_many_hosts_or_of_a_private_network_in_any_form_are_not_public() -> None:
+    assert not [host for host in NOT_PUBLIC if is_public(host)]
+    assert all(map(is_public, ["8.8.8.8", "2606:4700::1111", "::ffff:8.8.8.8", "64:ff9b::808:808", "2002:808:808::1"]))
 
 
 def test_a_redirect_into_a_volunteers_network_is_not_followed() -> None:

@@ -16,6 +16,24 @@ MAX_RANGE_BYTES = PIECES_PER_REQUEST * PIECE_BYTES
 """The most that is asked for at once."""
 ANONYMOUS: dict[str, dict[str, Any]] = {"s3": {"anon": True}, "gs": {"token": "anon"}}
 """Options that keep a volunteer's credentials from being used for the owner's files."""
+WITH_IPV4 = [ipaddress.IPv6Network(each) for each in ("::/96", "::ffff:0:0:0/96", "64:ff9b::/96")]
+"""IPv4-compatible addresses (RFC 4291) and those of translators (RFC 2765, 6052), which have an IPv4 address at their end."""
+LOCAL = [ipaddress.IPv6Network(each) for each in ("fec0::/10", "64:ff9b:1::/48")]
+"""Site-local addresses (RFC 3879), and those of translators within a network (RFC 8215): global for `ipaddress`."""
+
+
+def is_public(host: str) -> bool:
+    """Return whether an address is one host's in the public network. With an IPv4 address in it, that one decides."""
+    address = ipaddress.ip_address(host.partition("%")[0])
+    if isinstance(address, ipaddress.IPv6Address):
+        within = address.ipv4_mapped or address.sixtofour
+        if any(address in network for network in WITH_IPV4):
+            within = ipaddress.IPv4Address(address.packed[-4:])
+        if within is not None:
+            return is_public(str(within))
+        if any(address in network for network in LOCAL):
+            return False
+    return address.is_global and not address.is_multicast
 
 
 class _PublicHosts(aiohttp.TCPConnector):
@@ -23,7 +41,7 @@ class _PublicHosts(aiohttp.TCPConnector):
 
     async def _resolve_host(self, host: str, port: int, traces: Any = None) -> Any:
         found = await super()._resolve_host(host, port, traces)
-        public = [each for each in found if ipaddress.ip_address(each["host"].partition("%")[0]).is_global]
+        public = [each for each in found if is_public(each["host"])]
         if not public:
             raise UnusableUrl(f"{host} is in a private network; --private-urls allows that")
         return public

@@ -38,6 +38,9 @@ WORK = 2**18
 """Bytes of an announcement: MAX_EXPERTS token counts (37 KB), archived rounds, and MAX_INTERVALS sample intervals (115 KB)."""
 PART = 2**20 + 2**12
 """Bytes of an encoded part with its index and tokens."""
+UPDATE = 2**19 + 2**12
+"""Bytes of the longest part of an update (`rounds/parts.py`) with its index and tokens. A report of 1,600 reduced parts among
+1,024 members fits, or of 7,000 among 32; a proof with the inputs of 400 members; and a commit of 1,024 with 64 experts each."""
 CHUNK = 2**18
 """Bytes of a chunk of a piece, or of a speed measurement."""
 PAGE = 5 * 2**18
@@ -64,6 +67,8 @@ class Method:
     """The same for frames to the asking peer."""
     outsider_bytes: int = PAGE
     """The longest frame to the asking peer from one that takes no part in the rounds."""
+    stranger_bytes: int = UPDATE
+    """The longest frame from an asking member for which the owner of an open campaign does not vouch."""
     is_paced: bool = True
     """Whether the bounds of outsiders on pace and frames apply (`net/shares.py`)."""
 
@@ -103,7 +108,7 @@ METHODS = {
         Method(PREPARE, "the coordinator, at electors", "Prepare", "Promise", answer_bytes=WHOLE),
         Method(ACCEPT, "the coordinator, at electors",
                "Accept (its evidence is an Evidence); PASSED with a Passed or COMPACT with a Compact in its place", "Vote",
-               request_bytes=WHOLE, further={Kind.COMPACT: WHOLE}),
+               request_bytes=WHOLE, further={Kind.COMPACT: WHOLE}, stranger_bytes=SMALL),
         Method(DECIDE, "the coordinator, at members", "Decide", "empty", request_bytes=WHOLE),
         Method(PUSH, "contributors, at reducers",
                "PushHeader, then PART with an encoded update each, after at most 8 of them PUSHED with a Signed (it holds a "

@@ -25,8 +25,11 @@ class Intake:
         if kind < IGNORABLE and kind not in TAKEN_KINDS:
             return Refused(Code.UNKNOWN_KIND, f"a frame of kind {kind}")
         longest = self._method.longest(kind, self._is_answer)
-        if (self._is_answer or self._is_paced) and not self._shares.is_known(self._remote):
-            longest = min(longest, self._method.outsider_bytes if self._is_answer else OUTSIDER_FRAME_BYTES)
+        if not self._shares.is_known(self._remote):
+            if self._is_answer or self._is_paced:
+                longest = min(longest, self._method.outsider_bytes if self._is_answer else OUTSIDER_FRAME_BYTES)
+        elif not self._is_answer and not self._shares.is_trusted(self._remote):
+            longest = min(longest, self._method.stranger_bytes)
         if size > longest:
             return Refused(Code.TOO_LARGE, f"{size} bytes where at most {longest} are taken")
         return None

@@ -13,6 +13,7 @@ import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from weakref import WeakValueDictionary
 
 from spes_p2p.errors import Refused
 from spes_p2p.net.limits import BURST_S, Pacer
@@ -33,7 +34,13 @@ HELD_BY_OUTSIDERS = 2**26
 """The same for all outsiders together."""
 GREEDY_STRANGERS = 2**6
 """Members for which the owner does not vouch have, together, the streams and bytes of this many at their limits: 2**14 streams,
-and 256 MiB beside one frame of each. Honest members use little of that."""
+and 256 MiB beside what each may always have. Honest members use little of that."""
+OWN_BYTES = 2**16
+"""What each of these members may have held beside that, so that its announcement, its report and its complaints never wait for
+others: 64 MiB of 1,024."""
+FURTHER_SHARE = 0.5
+"""Members that hold some of these 256 MiB wait for more once this share is taken; the rest is for those that hold none.
+Otherwise 64 members with 4 MiB each, none of which sends a whole frame, keep the updates of all others out. 300 still do."""
 OUTSIDER_FRAME_BYTES = 2**16
 """The longest frame that an outsider may send here, whatever its method allows: the announcement of a joiner fits."""
 OUTSIDER_BITS, OUTSIDERS_BITS, OUTSIDERS_BURST_S = 8 * 2**14, 8 * 2**16, 4.0
@@ -82,7 +89,11 @@ class Shares:
         """Peers with open streams or held bytes that were outsiders when they came."""
         self._strange_members: set[str] = set()
         """The same of members for which the owner does not vouch."""
+        self._shared = 0
+        """Bytes that these hold beyond each one's OWN_BYTES."""
         self._freed = asyncio.Event()
+        self._looking: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        """By peer: of its frames that wait for room, one looks at a time, since all of them can be thousands."""
         self._pace: dict[str, Pacer] = {}
         self._member_pace: dict[str, Pacer] = {}
         self._turns = Turns(OUTSIDERS_BITS, OUTSIDERS_BURST_S)
@@ -122,17 +133,19 @@ class Shares:
 
     async def hold(self, peer: str, size: int) -> None:
         """Wait until this many more bytes may be held for a peer."""
-        while size and self._held[peer] and self._is_full(peer, size):
-            self._freed.clear()
-            await self._freed.wait()
+        if size and self._is_full(peer, size):
+            async with self._looking.setdefault(peer, asyncio.Lock()):
+                while self._is_full(peer, size):
+                    self._freed.clear()
+                    await self._freed.wait()
         if size:
-            self._held[peer] += size
             self._see(peer)
+            self._add(peer, size)
 
     def release(self, peer: str, size: int) -> None:
         """Note that these bytes were read, or dropped."""
         if size:
-            self._held[peer] -= size
+            self._add(peer, -size)
             self._freed.set()
             self._forget_if_gone(peer)
 
@@ -180,12 +193,33 @@ class Shares:
             raise
 
     def _is_full(self, peer: str, size: int) -> bool:
-        is_known = self.is_known(peer)
-        if is_known and self.is_trusted(peer):
-            return self._held[peer] + size > HELD_PER_PEER
-        held = sum(self._held[each] for each in self._crowd(peer))
-        most = GREEDY_STRANGERS * HELD_PER_STRANGER if is_known else HELD_BY_OUTSIDERS
-        return self._held[peer] + size > HELD_PER_STRANGER or held + size > most
+        """Return whether a frame of this size waits until less is held.
+
+        If nothing is held for its peer it does not wait for that peer's limit, which it may exceed alone. That of a stranger
+        among the members still waits for room in their common share, which fits any frame.
+        """
+        held, is_known = self._held[peer], self.is_known(peer)
+        if is_known and not self.is_trusted(peer):
+            return self._is_full_of_strange_members(held, size)
+        if not held:
+            return False
+        if is_known:
+            return held + size > HELD_PER_PEER
+        return held + size > HELD_PER_STRANGER or sum(self._held[each] for each in self._outsiders) + size > HELD_BY_OUTSIDERS
+
+    def _is_full_of_strange_members(self, held: int, size: int) -> bool:
+        more = _shared(held + size) - _shared(held)
+        most = GREEDY_STRANGERS * HELD_PER_STRANGER
+        if _shared(held):
+            return held + size > HELD_PER_STRANGER or self._shared + more > FURTHER_SHARE * most
+        return more > 0 and self._shared + more > most
+
+    def _add(self, peer: str, size: int) -> None:
+        """Add to what is held for a peer."""
+        before = _shared(self._held[peer])
+        self._held[peer] += size
+        if peer in self._strange_members:
+            self._shared += _shared(self._held[peer]) - before
 
     def _crowd(self, peer: str) -> set[str]:
         """Return the peers that share an account with this one: none where the owner vouches for it."""
@@ -194,7 +228,10 @@ class Shares:
         return set() if self.is_trusted(peer) else self._strange_members
 
     def _see(self, peer: str) -> None:
-        self._crowd(peer).add(peer)
+        crowd = self._crowd(peer)
+        if crowd is self._strange_members and peer not in crowd:
+            self._shared += _shared(self._held[peer])
+        crowd.add(peer)
 
     def _forget_if_gone(self, peer: str) -> None:
         if not self._places.get(peer) and self._held[peer] <= 0:
@@ -202,6 +239,11 @@ class Shares:
             del self._held[peer]
             self._outsiders.discard(peer)
             self._strange_members.discard(peer)
+
+
+def _shared(held: int) -> int:
+    """Return how much of what is held for a stranger among the members counts for their common share."""
+    return max(0, held - OWN_BYTES)
 
 
 def _pacer(paces: dict[str, Pacer], peer: str, bits_per_s: float) -> Pacer:

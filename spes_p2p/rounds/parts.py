@@ -310,8 +310,12 @@ def _moved_in_column(part: Part, of_all: Sequence[int], lost: set[int], rooted: 
 def _contributors(members: tuple[Member, ...], group: Group) -> tuple[int, ...]:
     """Return the members whose updates of this group count."""
     trained = tuple(i for i, member in enumerate(members) if weight(member, group) > 0)
-    unwatched = group.expert is not None and all(members[i].standing == "newcomer" for i in trained)
-    return () if unwatched else trained
+    return () if is_unwatched(members, group, trained) else trained
+
+
+def is_unwatched(members: tuple[Member, ...], group: Group, contributors: Collection[int]) -> bool:
+    """Return whether only newcomers contribute to an expert, which then keeps its values."""
+    return group.expert is not None and all(members[i].standing == "newcomer" for i in contributors)
 
 
 def _reducers(members: tuple[Member, ...], lost: Collection[int] = ()) -> list[int]:
