@@ -395,13 +395,13 @@ class Auditing:
                 audit.done = steps
                 return Score(case.phase.steps, 0.0, 0.0)
             if audit.done < case.phase.steps:
-                chunks = moments_chunks(trainer, case.base.values, case.round)
+                chunks = moments_chunks(trainer, case.base.values, case.round, is_begun=True)
                 audit.state = _written(store.draft("audited-moments"), chunks)
                 return None
             moments = read_moments(audit.moments.view())
-            tensors = self._replica.layout.by_name
+            tensors, decay = self._replica.layout.by_name, training.beta2**case.phase.steps
             common = {name: values for name, values in moments.items() if _is_common(tensors.get(name.partition("/")[2]))}
-            if not are_plausible(common, trainer.optimizer_state(in_full=True), training.beta2, case.phase.steps):
+            if not are_plausible(common, trainer.optimizer_state(in_full=True), decay):
                 return Score(case.phase.steps, 0.0, 0.0)
             return self._compared(audit, moments)
         finally:

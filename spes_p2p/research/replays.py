@@ -108,7 +108,7 @@ def config_of(size: str, optimizer: str, steps: int, seed: int) -> CampaignConfi
     training = {**training, **arm.campaign.get("training", {}), "optimizer": optimizer, "total_steps": 20 * steps}
     changes = {
         "mode": "spes", "batch": STEP_TOKENS // training["sequence_length"], "sync_steps": steps,
-        "campaign": {"training": training | {"warmup_steps": steps // 2}},
+        "campaign": {"admission": "open", "training": training | {"warmup_steps": steps // 2}},
     }
     return Run(experiment, arm.model_copy(update=changes), arm.learning_rates[0], seed).config
 
@@ -198,10 +198,11 @@ def _score(config: CampaignConfig, trainer: TorchTrainer, claim: Claim, sender: 
     score, tensors = compared(claim.phase.steps, parts), trainer.layout.by_name
     of = {name: name.partition("/")[2] for name in claim.moments}
     common = {n: each for n, each in claim.moments.items() if of[n] in tensors and tensors[of[n]].spec.expert is None}
-    moments = common, trainer.optimizer_state(in_full=True), config.training.beta2, claim.phase.steps
+    moments = common, trainer.optimizer_state(in_full=True), config.training.beta2**claim.phase.steps
+    drift, second = plausibility(*moments)
     return {
         "sender": sender, "cosine": score.cosine, "norm_ratio": score.norm_ratio, "pending": score.pending,
-        "direction": score.direction, **plausibility(*moments)._asdict(),
+        "direction": score.direction, "drift": drift, "second": second,
         "passed": int(has_passed(score) and are_plausible(*moments)),
     }
 

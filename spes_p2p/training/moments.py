@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from functools import partial
-from typing import NamedTuple
 
 import numpy as np
 
@@ -20,17 +19,23 @@ from spes_p2p.training.pending import add_pending, pending_pieces, trained_group
 BF16 = np.dtype(DTYPES["BF16"])
 PENDING = "pending."
 TINY = np.finfo(np.float32).tiny
-MOST_DRIFT, MOST_SECOND, MOST_MOMENTUM = 8.0, 100.0, 2.5
-"""Bound moments before a phase by those of the phase itself (`plausibility`). Honest ones reach 4.7, 1.4 and X."""
-MOMENTUM, BETA = "momentum_buffer", 0.95
-"""Muon's moment: a moving average of the gradients with this decay a step."""
+MOST_DRIFT, MOST_SECOND = 8.0, 100.0
+"""Bound moments before a phase by those of the phase itself: the mean of m^2 / v, and of v. Honest ones reach 4.7 and 1.4."""
+MOMENTUM = "momentum_buffer"
+"""Name of Muon's moment, which begins anew with each phase where phases are audited."""
 NAMES_BYTES = 2**22
 """Bounds what names, shapes and step counts take beside the values."""
 
 
-def moments_chunks(trainer: Trainer, base: np.ndarray, round_number: int) -> Iterator[bytes | memoryview]:
-    """Yield the content of a file with what a trainer has before the phase of this round. `base`: flat float32."""
-    sources = dict(trainer.optimizer_state(in_full=True))
+def moments_chunks(
+    trainer: Trainer, base: np.ndarray, round_number: int, is_begun: bool = False
+) -> Iterator[bytes | memoryview]:
+    """Yield the content of a file with what a trainer has before the phase of this round, or (`is_begun`) within it.
+
+    `base`: flat float32.
+    """
+    state = trainer.optimizer_state(in_full=True)
+    sources = {name: each for name, each in state.items() if is_begun or not name.startswith(f"{MOMENTUM}/")}
     for group in trained_groups(trainer):
         pieces = partial(pending_pieces, trainer, base, group)
         if any(piece.any() for piece in pieces()):
@@ -52,49 +57,33 @@ def read_moments(content: bytes | memoryview) -> dict[str, np.ndarray]:
     return arrays
 
 
-class Plausibility(NamedTuple):
-    """Moments before a phase, over those that its own gradients leave; see `plausibility`."""
+def are_plausible(before: Mapping[str, np.ndarray], after: Mapping[str, Source], decay: float) -> bool:
+    """Return whether AdamW's moments before a phase could come from gradients such as those that the phase had.
 
-    drift: float
-    second: float
-    momentum: float
-
-
-def are_plausible(before: Mapping[str, np.ndarray], after: Mapping[str, Source], beta2: float, steps: int) -> bool:
-    """Return whether moments before a phase could come from gradients such as those that the phase had.
-
-    Invented moments could move the weights without any gradient: first moments that are large for the second ones, second
-    moments so large that gradients no longer matter, or a momentum that is large for the gradients.
+    Invented moments could move the weights without any gradient: first moments that are large for the second ones, or second
+    moments so large that gradients no longer matter. `decay`: what is left of a second moment after the phase, beta2^steps.
     """
-    drift, second, momentum = plausibility(before, after, beta2, steps)
-    return drift <= MOST_DRIFT and second <= MOST_SECOND and momentum <= MOST_MOMENTUM
+    drift, second = plausibility(before, after, decay)
+    return drift <= MOST_DRIFT and second <= MOST_SECOND
 
 
-def plausibility(before: Mapping[str, np.ndarray], after: Mapping[str, Source], beta2: float, steps: int) -> Plausibility:
-    """Compare moments before a phase of so many steps with those after it; `beta2` is AdamW's.
+def plausibility(before: Mapping[str, np.ndarray], after: Mapping[str, Source], decay: float) -> tuple[float, float]:
+    """Return the mean of m^2 / v before the phase over that after it, and the mean of v before over that of the phase itself.
 
-    Of AdamW's the mean of m^2 / v before over that after, and the mean of v before over that of the phase itself. Of Muon's the
-    norm of each matrix' momentum over what it would be by steady gradients as large as the phase's; of that the root mean
-    square, by weights, since Muon moves each matrix as far. 0 without moments before, infinite for those of other shapes.
+    Both are 0 without moments before, and infinite for those of other shapes. `decay`: see `are_plausible`.
     """
-    sums, momenta = np.zeros(4), np.zeros(2)
-    for name, moment in before.items():
+    sums = np.zeros(4)
+    for name, second in before.items():
         kind, _, of = name.partition("/")
-        if kind == MOMENTUM and name in after:
-            if moment.shape != after[name].shape:
-                return Plausibility(math.inf, math.inf, math.inf)
-            left = np.float32(BETA**steps)
-            steady = float(np.linalg.norm(_whole(after[name]) - left * moment.reshape(-1))) / (1 - BETA**steps)
-            momenta += moment.size * np.array([_ratio(float(np.linalg.norm(moment)), steady) ** 2, 1.0])
         if kind != "exp_avg_sq" or f"exp_avg/{of}" not in before or name not in after or f"exp_avg/{of}" not in after:
             continue
-        if {before[f"exp_avg/{of}"].shape, moment.shape} != {after[name].shape}:
-            return Plausibility(math.inf, math.inf, math.inf)
+        if {before[f"exp_avg/{of}"].shape, second.shape} != {after[name].shape}:
+            return math.inf, math.inf
         ends = _whole(after[f"exp_avg/{of}"]), _whole(after[name])
-        sums += [_drift(before[f"exp_avg/{of}"], moment), _drift(*ends), moment.sum(dtype=float), ends[1].sum(dtype=float)]
+        sums += [_drift(before[f"exp_avg/{of}"], second), _drift(*ends), second.sum(dtype=float), ends[1].sum(dtype=float)]
     drift, usual, had, has = sums.tolist()
-    fresh = (has - beta2**steps * had) / (1 - beta2**steps)
-    return Plausibility(_ratio(drift, usual), _ratio(had, fresh), math.sqrt(momenta[0] / max(1.0, momenta[1])))
+    fresh = (has - decay * had) / (1 - decay)
+    return _ratio(drift, usual), _ratio(had, fresh)
 
 
 def _ratio(part: float, whole: float) -> float:

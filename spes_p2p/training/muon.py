@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from spes_p2p.training.adamw import Arrays
-from spes_p2p.training.moments import BETA, MOMENTUM
+from spes_p2p.training.moments import MOMENTUM
 
 
 class Muon:
@@ -19,9 +19,7 @@ class Muon:
     """
 
     def __init__(self, groups: list[dict[str, Any]]):
-        self.torch_optimizer: torch.optim.Optimizer = torch.optim.Muon(
-            groups, lr=0.0, momentum=BETA, adjust_lr_fn="match_rms_adamw"
-        )
+        self.torch_optimizer: torch.optim.Optimizer = torch.optim.Muon(groups, lr=0.0, adjust_lr_fn="match_rms_adamw")
 
     def step(self, rates: list[float]) -> None:
         """Apply the gradients with one learning rate per parameter group."""

@@ -83,6 +83,11 @@ class OwnedOptimizer:
             for _, group in self._groups():
                 group["batches"] = self._batches(group["name"])
 
+    def forget_momentum(self) -> None:
+        """Begin Muon's momentum anew."""
+        if self._muon is not None:
+            self._muon.torch_optimizer.state.clear()
+
     def step(self, rate: float, loss: Tensor) -> bool:
         """Clip the gradients by global norm and apply them; return False, unchanged, if they or the loss are not finite."""
         # In one order at all ranks, which must round alike.

