@@ -14,10 +14,14 @@ import pytest
 from spes_p2p.consensus import admission
 from spes_p2p.consensus.admission import NO_SERVICE, is_past_probation
 from spes_p2p.consensus.control import signed
+from spes_p2p.consensus.signed import sign
 from spes_p2p.messages.audits import Audited
-from spes_p2p.messages.consensus import Control
+from spes_p2p.messages.codec import unpack
+from spes_p2p.messages.consensus import Control, Signed
+from spes_p2p.messages.rounds import Announcement
 from spes_p2p.net.interfaces import World
 from spes_p2p.observe.events import PhaseAudited, PhaseTrained, StandingChanged, UpdatesClipped, VerdictsTaken
+from spes_p2p.peer.announcing import Announcer
 from spes_p2p.peer.auditing import Auditing
 from spes_p2p.peer.exchange_context import SentUpdate
 from spes_p2p.peer.judging import Judge
@@ -209,6 +213,80 @@ def test_who_sends_nothing_that_can_be_audited_is_on_probation(monkeypatch: pyte
         withholds[0] = False
         await swarm.until(lambda: is_proven("X"))
         swarm.assert_same_commits()
+
+    simulate(main)
+
+
+def test_who_says_that_it_trained_no_shared_weights_contributes_to_no_expert(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else it could send updates of its experts only, and is not drawn, since it claims no work that could be audited."""
+    monkeypatch.setattr(admission, "PROBATION_ROUNDS", 1)
+    announcement, lies = Announcer.announcement, [False]
+
+    def nothing_trained(self: Announcer, attempt: int) -> Signed:
+        made = announcement(self, attempt)
+        if not lies[0] or self._node.peer_id != "X":
+            return made
+        return sign(replace(unpack(Announcement, made.record), tokens=0, moments=b""), self._node.world.identity)
+
+    monkeypatch.setattr(Announcer, "announcement", nothing_trained)
+
+    async def main() -> None:
+        swarm = audited_swarm("XY", vouched="A")
+        swarm.start_all("AXY")
+        log = swarm.nodes["W"].log
+        await swarm.until(lambda: is_past_probation(log.services(log.round).get("X", NO_SERVICE), needs_audit=True))
+        lies[0], number = True, log.round
+        await swarm.until_round(number + 4)
+        plan = swarm.peers["A"].replica.base.plan
+        assert plan is not None
+        assert {each.peer: each.tokens > 0 for each in plan.members if each.peer in "XY"} == {"X": False, "Y": True}
+        assert {each.peer: any(each.routed) for each in plan.members if each.peer in "XY"} == {"X": False, "Y": True}
+        swarm.assert_same_commits()
+
+    simulate(main)
+
+
+def test_strangers_past_probation_keep_their_experts_while_the_vouched_trainer_is_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(admission, "PROBATION_ROUNDS", 1)
+
+    async def main() -> None:
+        swarm = audited_swarm("XY", vouched="A")
+        swarm.start_all("AXY")
+        log = swarm.nodes["W"].log
+
+        def are_proven() -> bool:
+            services = log.services(log.round)
+            return all(is_past_probation(services.get(peer, NO_SERVICE), needs_audit=True) for peer in "XY")
+
+        await swarm.until(are_proven)
+        await swarm.until_round(log.round + 2)
+        swarm.kill("A")
+        away = log.round + 2
+        await swarm.until_round(away + 3)
+        for number in range(away, away + 3):
+            assert any(log.commit_at(number).owners)
+
+    simulate(main)
+
+
+@pytest.mark.long
+def test_a_stranger_that_reverses_its_router_is_convicted_whoever_reduces_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With two auditors one reduces no part of the router."""
+    values = SentUpdate._values
+
+    def reversed_router(self: SentUpdate, part: Part) -> np.ndarray:
+        is_reversed = self.context.endpoint.peer_id == "X" and part.group.kind == "router"
+        return -values(self, part) if is_reversed else values(self, part)
+
+    monkeypatch.setattr(SentUpdate, "_values", reversed_router)
+
+    async def main() -> None:
+        swarm = audited_swarm("XY", vouched="AB")
+        swarm.start_all("ABXY")
+        await swarm.until(lambda: bool(convictions(swarm)))
+        assert set().union(*convictions(swarm).values()) == {"X"}
+        assert not any(each.passed for each in audits(swarm, "X"))
+        assert all(each.passed for each in audits(swarm, "Y"))
 
     simulate(main)
 

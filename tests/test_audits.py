@@ -27,8 +27,7 @@ from spes_p2p.messages.presence import PeerStatus
 from spes_p2p.messages.rounds import Announcement
 from spes_p2p.peer.auditing import Auditing
 from spes_p2p.rounds.audits import (
-    LEAST_COSINE,
-    LEAST_NORM_RATIO,
+    LEAST_SHARED,
     WAITING_SHARE,
     Replayed,
     Score,
@@ -46,6 +45,7 @@ from spes_p2p.rounds.audits import (
     pending_share,
     still_convicted,
     verdicts_of,
+    worse_of,
 )
 from spes_p2p.rounds.planned import Member
 from spes_p2p.storage.tensor_file import Source, whole
@@ -257,8 +257,8 @@ def test_a_passed_audit_counts_for_the_peer_that_was_audited() -> None:
 
 
 def test_what_is_shown_and_like_training_passes() -> None:
-    assert has_passed(Score(4, LEAST_COSINE, LEAST_NORM_RATIO))
-    for score in (Score(0), Score(4), Score(4, LEAST_COSINE - 0.01, 1.0), Score(4, 1.0, 0.4), Score(4, 1.0, 2.5)):
+    assert has_passed(Score(4, *LEAST_SHARED))
+    for score in (Score(0), Score(4), Score(4, LEAST_SHARED[0] - 0.01, 1.0), Score(4, 1.0, 0.4), Score(4, 1.0, 2.5)):
         assert not has_passed(score)
 
 
@@ -278,7 +278,9 @@ def test_a_router_is_compared_apart_from_the_shared_weights_beside_which_it_is_s
     right = Replayed(shared, shared, np.zeros_like(shared), kind="shared")
     assert has_passed(compared(1, [right, Replayed(router, router, none, kind="router")]))
     for wrong in (-router, 3 * router, rng.permutation(router), none):
-        assert not has_passed(compared(1, [right, Replayed(wrong, router, none, kind="router")]))
+        score = compared(1, [right, Replayed(wrong, router, none, kind="router")])
+        assert not has_passed(score)
+        assert worse_of(score) == score.router, "people see why"
     assert not has_passed(compared(1, []))
     assert not has_passed(compared(1, [Replayed(router, router, none, kind="router")])), "nor a router alone"
 

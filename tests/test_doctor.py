@@ -67,6 +67,9 @@ def test_only_a_protocol_that_is_not_spoken_any_more_is_a_failure() -> None:
     ({A: frozenset("ABX"), B: frozenset("AB")}, "pass", "2 addresses lead to one DHT"),
     ({A: frozenset("AX"), B: frozenset("BX")}, "failure", "does not see the peers of the other addresses"),
     ({A: frozenset("AB"), B: frozenset("B")}, "failure", f"{B} does not see"),
+    ({A: frozenset({"A", "B", *map(str, range(99))}), B: frozenset({"1", "2"})}, "pass", "2 addresses lead to one DHT"),
+    ({A: frozenset({"A", "B", *map(str, range(99))}), B: frozenset({"B", "X"})}, "pass", "2 addresses lead to one DHT"),
+    ({A: frozenset({"A", *map(str, range(99))}), B: frozenset({"B", "X"})}, "failure", "does not see"),
     ({A: frozenset()}, "failure", "no peer"),
     ({A: frozenset("A"), B: "no peer answers"}, "failure", f"{B}: no peer answers"),
 ])

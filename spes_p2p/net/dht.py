@@ -114,7 +114,7 @@ class DHTRegistry:
         content = _EXPIRY.pack(expires_at) + value
         is_keeper = str(self.node.peer_id) in self.keepers
         keeping = self._begin(self._store_at_keepers(key, content, dht_expiry))
-        is_spared = not is_shown(str(self.node.peer_id), self._found, get_dht_time())
+        is_spared = not is_keeper and not is_shown(str(self.node.peer_id), self._found, get_dht_time())
         if is_spared and set(self.keepers[:1]) & await keeping:
             return True
         storing = self.node.store(key, content, dht_expiry, subkey=self.subkey, exclude_self=is_keeper)

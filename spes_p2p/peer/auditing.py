@@ -51,6 +51,7 @@ from spes_p2p.rounds.audits import (
     has_passed,
     in_order,
     is_urgent,
+    worse_of,
 )
 from spes_p2p.rounds.base import Base
 from spes_p2p.rounds.claims import outstanding
@@ -239,10 +240,8 @@ class Auditing:
 
     async def _prepare(self, case: Case) -> None:
         """Get what the audit needs; without the member's update of shared weights there is none."""
-        pushed = case.pushed
-        if not _has_shared(pushed):
-            pushed = (*pushed, *await self._fetch_updates(case))
-        if not _has_shared(pushed):
+        pushed = (*case.pushed, *await self._fetch_updates(case))
+        if not any(part.group.kind == "shared" for part, _ in pushed):
             self._drop(case)
         elif case.moments:
             with contextlib.suppress(_Unwanted):
@@ -251,7 +250,10 @@ class Auditing:
             self._conclude(case, Score(0))
 
     async def _fetch_updates(self, case: Case) -> tuple[tuple[Part, Body], ...]:
-        """Fetch some of the member's updates from the peers that reduced them."""
+        """Fetch some of the member's updates from the peers that reduced them: of shared weights and router, at random.
+
+        The member knew who reduces what when it sent them.
+        """
         results, found = case.results, []
         member, me = results.plan.index(case.peer), results.plan.index(self._node.peer_id)
         parts = [
@@ -259,10 +261,11 @@ class Auditing:
             if part.group.expert is None and part.reducer != me and member in results.contributors(part)
         ]
         self._node.world.rng.shuffle(parts)
-        for part in sorted(parts, key=lambda part: part.group.kind != "shared")[:AUDITED_PARTS]:
-            assert member is not None
-            with contextlib.suppress(PeerUnreachable, Refused, WireError):
-                found.append((part, await self._checking.update_of(results, part, member)))
+        for kind in ("shared", "router"):
+            for part in [part for part in parts if part.group.kind == kind][:AUDITED_PARTS]:
+                assert member is not None
+                with contextlib.suppress(PeerUnreachable, Refused, WireError):
+                    found.append((part, await self._checking.update_of(results, part, member)))
         return tuple(found)
 
     async def _fetch(self, case: Case, pushed: tuple[tuple[Part, Body], ...]) -> None:
@@ -360,7 +363,7 @@ class Auditing:
     def _conclude(self, case: Case, score: Score) -> None:
         self._drop(case)
         passed = has_passed(score)
-        made = Audited(case.round, case.peer, passed, score.steps, score.cosine, score.norm_ratio)
+        made = Audited(case.round, case.peer, passed, score.steps, *worse_of(score))
         self._made.append(made)
         self._observer(PhaseAudited(made))
         if not passed:
@@ -440,10 +443,6 @@ def _written(draft: Draft, chunks: Iterable[bytes | memoryview]) -> Draft:
         draft.write(size, chunk)
         size += memoryview(chunk).nbytes
     return draft
-
-
-def _has_shared(pushed: Iterable[tuple[Part, Body]]) -> bool:
-    return any(part.group.kind == "shared" for part, _ in pushed)
 
 
 def _is_common(placed: Placed | None) -> bool:

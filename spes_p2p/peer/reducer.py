@@ -30,7 +30,7 @@ from spes_p2p.peer.kept_inputs import Input, KeptInputs
 from spes_p2p.peer.part_frames import Deadline, read_update
 from spes_p2p.peer.serving import Serving
 from spes_p2p.rounds.digest import content_digest
-from spes_p2p.rounds.parts import Part, mask_bytes, stall_rates, to_mask
+from spes_p2p.rounds.parts import Part, is_unwatched, mask_bytes, stall_rates, to_mask
 from spes_p2p.rounds.plan import MAX_TOKENS
 from spes_p2p.rounds.planned import trusted
 from spes_p2p.rounds.reducer_residual import residual_key
@@ -352,6 +352,8 @@ class Reducer:
         several = len(part.inputs) > 1
         if own is not None:  # like all others, so that a member that checks the mean needs nothing else
             updates[me] = Input(own.update, self.inputs.store(part, me, own.body) if several else memoryview(own.body))
+        if is_unwatched(self.context.plan.members, part.group, updates):
+            updates = {}
         if updates and several:
             mean = await self.context.run_blocking(self.encode_mean, part, updates)
         if self._is_over:

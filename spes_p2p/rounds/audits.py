@@ -29,13 +29,13 @@ REPORT_ROUNDS = 8
 KEPT_MOMENTS_ROUNDS = 4
 """A member that is drawn keeps its moments for this many rounds."""
 AUDITED_PARTS = 2
-"""Parts of an update that an auditor fetches from other reducers where it has reduced none itself, as in small models."""
+"""Parts that an auditor fetches from other reducers, of an update of shared weights and of the router each."""
 CONVICTING_AUDITORS = 2
 """Auditors that must fail a member, so that no single one can harm it."""
-LEAST_COSINE, LEAST_NORM_RATIO = 0.9, 0.75
+LEAST_SHARED = 0.9, 0.75
 """Of an update of shared weights with that of training again, and of the smaller of the two norms to the larger.
 Honest ones have 0.979 and 0.99 or more, also in another arithmetic; half of 16 steps at most 0.89 (docs/attacks.md)."""
-LEAST_ROUTERS = 0.6, 0.5
+LEAST_ROUTER = 0.6, 0.5
 """The same of the router alone, in which arithmetics differ more: honest ones have 0.9 and 0.91."""
 ROUNDING_SHARE, LEFT_OUT_SHARE, LEAST_DIRECTION = 0.5, 2.0, 0.4
 """Bound the norm of pending work by that of the phase's update, in each part: what rounding leaves, and more for each phase
@@ -295,10 +295,19 @@ def pending_share(pending: np.ndarray, made: np.ndarray, left_out: int) -> float
     return norms[0] / norms[1] - LEFT_OUT_SHARE * left_out if norms[1] else math.inf if norms[0] else 0.0
 
 
+def worse_of(score: Score) -> tuple[float, float]:
+    """Return cosine and ratio of norms to show: of shared weights, or of the router where that fails alone."""
+    shared = score.cosine, score.norm_ratio
+    return score.router if _is_trained(shared, *LEAST_SHARED) and not _is_trained(score.router, *LEAST_ROUTER) else shared
+
+
+def _is_trained(found: tuple[float, float], least_cosine: float, least_ratio: float) -> bool:
+    return found[0] >= least_cosine and least_ratio <= found[1] <= 1 / least_ratio
+
+
 def has_passed(score: Score) -> bool:
     """Return whether an update is what training gives, as far as its codec and the auditor's arithmetic let one tell."""
-    found = (score.cosine, score.norm_ratio, LEAST_COSINE, LEAST_NORM_RATIO), (*score.router, *LEAST_ROUTERS)
-    is_trained = all(cosine >= least and ratio <= norms <= 1 / ratio for cosine, norms, least, ratio in found)
+    is_trained = _is_trained((score.cosine, score.norm_ratio), *LEAST_SHARED) and _is_trained(score.router, *LEAST_ROUTER)
     is_usual = score.pending <= ROUNDING_SHARE and score.direction >= LEAST_DIRECTION
     return score.steps > 0 and is_trained and is_usual
 

@@ -17,7 +17,7 @@ from spes_p2p.messages.consensus import Commit, Signed, Workload
 from spes_p2p.messages.refusals import Code
 from spes_p2p.messages.rounds import Manifest, Staged
 from spes_p2p.rounds.gate import harmful_groups, rejected_members, suspected_members
-from spes_p2p.rounds.parts import Part, is_unwatched, mask_bytes, to_mask
+from spes_p2p.rounds.parts import Part, mask_bytes, to_mask
 from spes_p2p.rounds.planned import Plan, holders
 from spes_p2p.rounds.remembered import remembered
 from spes_p2p.rounds.results import ABSENT, Results
@@ -53,8 +53,8 @@ def clipped_parts(commit: Commit, results: Results) -> tuple[tuple[str, int], ..
 def make_commit(parent: Commit, plan: Plan, results: Results, staged: Mapping[int, Staged]) -> Commit:
     """Return the commit to propose after `parent`.
 
-    It includes each part that two members (of two or more) hold durably, but for groups that judges call harmful, and parts of
-    an expert of which only newcomers' updates came. Strangers do not count.
+    It includes each part that two members (of two or more) hold durably, but for groups that judges call harmful. Strangers do
+    not count.
 
     `staged`: reports by member index. `results`: the reducers' manifests. Raises Refused if the plan has parts and none is
     included, or too few members report.
@@ -67,10 +67,7 @@ def make_commit(parent: Commit, plan: Plan, results: Results, staged: Mapping[in
     counts = holder_counts(staged, results)
     harmful = harmful_groups(plan, staged)
     held = [part for part in reduced if counts[part.index] >= needed]
-    included = [
-        part for part in held
-        if part.group.name not in harmful and not is_unwatched(plan.members, part.group, results.contributors(part))
-    ]
+    included = [part for part in held if part.group.name not in harmful]
     kept, harming = {part.index for part in included}, [part for part in held if part.group.name in harmful]
     if results.parts and not held:
         raise Refused(Code.FAILED, "too few members hold any part")

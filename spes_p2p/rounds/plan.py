@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 import statistics
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -134,7 +135,7 @@ def make_plan(
     under_way = rules.training(commit.control, commit.round + 1)
     ahead = under_way.sync_steps if any(announcements[each.peer].in_flight for each in leading) else 0
     phase_step = min(step + ahead, under_way.total_steps)
-    capable = _auditable(members, announcements) if can_be_audited(config, recent) else announcements
+    capable = _auditable(members, announcements, commit) if can_be_audited(config, recent) else announcements
     owners = _owners(members, capable, commit, rules)
     back = [interval for peer in peers for interval in announcements[peer].untrained]
     cursor = give_back(commit.cursor, (*returned, *back))
@@ -174,13 +175,18 @@ def _without_work(announcements: Mapping[str, Announcement], peers: Collection[s
     }
 
 
-def _auditable(members: Sequence[Member], announcements: Mapping[str, Announcement]) -> dict[str, Announcement]:
-    """Return the announcements with no more experts of a stranger than the roomiest auditor can train again."""
-    room = max((announcements[each.peer].capacity for each in members if each.standing == "vouched" and each.trains), default=0)
-    strange = {each.peer for each in members if each.is_stranger}
+def _auditable(
+    members: Sequence[Member], announcements: Mapping[str, Announcement], commit: Commit
+) -> dict[str, Announcement]:
+    """Return the announcements with no more experts of a stranger than the roomiest auditor can train again.
+
+    A stranger past probation keeps what it owns, since that one may be away for a round.
+    """
+    room = max((announcements[each.peer].capacity for each in members if each.standing == "vouched"), default=0)
+    owned = Counter(commit.members[i] for owners in commit.owners for i in owners)
+    most = {each.peer: max(room, owned[each.peer] * (each.standing == "proven")) for each in members if each.is_stranger}
     return {
-        peer: replace(each, capacity=min(each.capacity, room)) if peer in strange else each
-        for peer, each in announcements.items()
+        peer: replace(each, capacity=min(each.capacity, most.get(peer, each.capacity))) for peer, each in announcements.items()
     }
 
 
@@ -236,13 +242,16 @@ def crowded_out(
 def _member(
     peer: str, announced: Announcement, standing: Standing, commit: Commit, rules: Rules, place: Place
 ) -> Member:
-    """Return the plan's record of an announcement. A newcomer's tokens count up to a bound."""
+    """Return the plan's record of an announcement. A newcomer's tokens count up to a bound, and nothing of a stranger that says
+    it trained no shared weights: nobody could audit what it sends of experts."""
     training = rules.training(commit.control, commit.round + 1)
     tokens, routed = announced.tokens, announced.routed
     most = int(NEWCOMER_WEIGHT * training.sync_steps * training.batch_size * training.sequence_length)
     if standing == "newcomer" and tokens > most:
         routed = tuple(-(-each * most // tokens) for each in routed)
         tokens = most
+    if standing in ("newcomer", "proven") and not tokens:
+        routed = (0,) * len(routed)
     return Member(
         peer, tokens, routed, announced.bandwidth, announced.trains, standing, announced.name, announced.team, place
     )

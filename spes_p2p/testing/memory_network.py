@@ -430,7 +430,8 @@ class MemoryRegistry:
             raise ValueError(f"a record of {len(value)} bytes under {key}; at most {MAX_RECORD_BYTES} are allowed")
         await self._round_trip()
         now = asyncio.get_running_loop().time()
-        is_searched = not self.keepers or is_shown(self._unit.peer, self._found, EPOCH_S + now)
+        me = self._unit.peer
+        is_searched = not self.keepers or me in self.keepers or is_shown(me, self._found, EPOCH_S + now)
         nearest = self._network._nearest_nodes(key) if is_searched else []
         holders = {*nearest[:HOLDERS], *self.keepers}
         self._network._registry_moved([self._unit.peer], holders, len(value) + RECORD_BYTES)
