@@ -12,6 +12,7 @@ from typing import Any, Literal
 from rich.text import Text
 
 from spes_p2p import __version__
+from spes_p2p.config.addresses import peer_of
 from spes_p2p.config.campaign import SLOWEST_LINE_BITS
 from spes_p2p.errors import version_advice
 from spes_p2p.messages.methods import OLDEST_PROTOCOL, PROTOCOL_VERSION
