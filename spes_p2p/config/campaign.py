@@ -67,8 +67,8 @@ class TrainingConfig(Section):
         description="Campaign steps between two rounds, or as many as were trained in all if those are fewer.")
     optimizer: Literal["adamw", "muon"] = Field(
         "adamw", description="Optimizer of the local steps. muon: Muon for the matrices of attention and experts, at the same "
-        "learning rate and one moment instead of two; AdamW for embeddings, output head, routers and vectors. In an open campaign "
-        "its momentum begins anew with each phase, so that audits can train it again.")
+        "learning rate and one moment instead of two; AdamW for embeddings, output head, routers and vectors. In an open "
+        "campaign its momentum begins anew with each phase, so that audits can train it again.")
     learning_rate: PositiveNumber = Field(description="Peak learning rate.")
     embedding_lr_ratio: PositiveNumber = Field(
         1.0, description="Learning rate of the embedding and the output head, as a multiple of learning_rate.")
