@@ -64,6 +64,8 @@ class DHTRegistry:
         self.node = node
         self.keepers = keepers
         self.is_known: Callable[[str], bool] = lambda peer: False
+        self.refused = set[str]()
+        """Keepers that refused the last record: they are there."""
         self._records = records
         self._tasks = set[asyncio.Task[Any]]()
         self._last_expiry: dict[str, float] = {}
@@ -135,8 +137,9 @@ class DHTRegistry:
         async def store_at(keeper: PeerID) -> bool:
             if keeper == self.node.peer_id:
                 return bool(protocol.storage.store(dht_key, signed, dht_expiry, subkey=self.subkey))
+            self.refused.discard(str(keeper))
             taken = await protocol.call_store(keeper, [dht_key], [signed], dht_expiry, [self.subkey])
-            self._heard(str(keeper), taken is not None)
+            self._heard(str(keeper), taken is not None or str(keeper) in self.refused)
             return any(taken or ())
 
         awake = self._awake_keepers()
@@ -237,7 +240,7 @@ async def join_dht(
         guard.node = node = await asyncio.wait_for(joining, timeout_s)
         registry = DHTRegistry(node, records, tuple(map(peer_of, initial_peers)))
         keep_own_records_only(node)
-        check_answers_apart(node, records, lambda: registry.keepers)
+        check_answers_apart(node, records, lambda: registry.keepers, registry.refused)
         guard.is_stranger = lambda peer: not registry.is_known(peer)
         return node, registry
     except (RuntimeError, P2PDaemonError, asyncio.TimeoutError):

@@ -275,17 +275,21 @@ class FewRecords(MSGPackSerializer):  # type: ignore[misc]
         return records
 
 
-def check_answers_apart(node: DHTNode, records: OwnedRecords, keepers: Callable[[], Collection[str]] = tuple) -> None:
+def check_answers_apart(
+    node: DHTNode, records: OwnedRecords, keepers: Callable[[], Collection[str]] = tuple, refused: set[str] | None = None
+) -> None:
     """Give each node its own allowance of signatures in its answers to look-ups, and drop wrong records one by one.
 
     Also drop nodes that it names under ids of its choice: twenty of them next to a key would have all of its records.
 
     An answer that names more nodes than this one would, or has more results than keys were asked for, is dropped unread: each
-    costs time. A node that refuses has nothing to show, or does not store; without an answer it would count as dead.
+    costs time. A node that refuses has nothing to show; without an answer it would count as dead. For the same reason `refused`
+    gets the keepers that refuse to store a record.
 
     hivemind drops an answer whole, and a node may answer with any records: with one allowance for all, a liar's new signatures
     use it up, and honest answers are dropped. Many liars have one together, which the answers of `keepers` do not need.
     """
+    refused = set() if refused is None else refused
     protocol, call_find, get_any_stub = node.protocol, node.protocol.call_find, node.protocol.get_stub
     protocol.serializer = FewRecords
     checks = Allowances(CHECKS_PER_S, CHECKS_BURST, 2 * MAX_RECORDS)
@@ -309,7 +313,9 @@ def check_answers_apart(node: DHTNode, records: OwnedRecords, keepers: Callable[
             try:
                 return await stub.rpc_store(request, **options)
             except P2PHandlerError:
-                return dht_pb2.StoreResponse(store_ok=[False] * len(request.keys))
+                if str(peer) in keepers():
+                    refused.add(str(peer))
+                raise  # the record goes to another node
 
         return SimpleNamespace(rpc_ping=stub.rpc_ping, rpc_store=rpc_store, rpc_find=rpc_find)
 
