@@ -22,7 +22,7 @@ TINY = np.finfo(np.float32).tiny
 MOST_DRIFT, MOST_SECOND = 8.0, 100.0
 """Bound moments before a phase by those of the phase itself: the mean of m^2 / v, and of v. Honest ones reach 4.7 and 1.4."""
 MOMENTUM = "momentum_buffer"
-"""Name of Muon's moment, which begins anew with each phase where phases are audited."""
+"""Name of Muon's moment, which begins anew with each phase of an open campaign (`trainer.py`)."""
 NAMES_BYTES = 2**22
 """Bounds what names, shapes and step counts take beside the values."""
 
