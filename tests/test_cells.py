@@ -62,9 +62,10 @@ def neighbours(parts: Sequence[Part], count: int) -> list[set[int]]:
     found: list[set[int]] = [set() for _ in range(count)]
     for part in parts:
         for i in range(count):
-            if part.parent(i) != i and (part.pushes(i) or pulls(part, i)):
-                found[i].add(part.parent(i))
-                found[part.parent(i)].add(i)
+            met = [part.pushed_to(i)] * part.pushes(i) + [part.parent(i)] * pulls(part, i)
+            for other in met:
+                found[i].add(other)
+                found[other].add(i)
     return found
 
 
@@ -77,6 +78,18 @@ def test_a_large_round_has_few_neighbours_and_sends_as_many_bytes_as_a_small_one
     by_kind = {kind: sum(part.encoded_bytes for part in parts if part.group.kind == kind) for kind in ("shared", "expert")}
     assert sum(up) == sum(down) == (2 * by_kind["shared"] + by_kind["expert"]) * (count - 1)
     assert max(map(len, neighbours(parts, count))) <= 2 * math.ceil(math.sqrt(count))
+
+
+def test_several_owners_of_an_expert_push_it_themselves_to_few_and_hubs_hand_on_the_result() -> None:
+    members = members_of(256, 16)
+    members = tuple(replace(m, routed=tuple(5 * (i // 4 == e) for e in range(16))) for i, m in enumerate(members))
+    parts = part_table(WIDE, members, codecs("int4"), 2**9)
+    experts = [part for part in parts if part.group.kind == "expert"]
+    assert {len(part.contributors) for part in experts} == {4}
+    assert not any(part.summing for part in experts)
+    assert max(map(len, neighbours(parts, 256))) <= 3 * 16
+    sent, _ = traffic(parts, 256)
+    assert max(sent) < 1.3 * sum(sent) / 256
 
 
 def test_a_round_of_few_members_or_with_strangers_has_no_cells() -> None:
@@ -107,12 +120,13 @@ def test_every_update_reaches_its_reducer_and_every_result_every_member(
         assert bandwidths[part.reducer]
         assert all(bandwidths[hub] for hub in part.hubs)
         for i in range(count):
-            assert part.parent(i) == part.reducer or part.parent(part.parent(i)) == part.reducer
+            assert part.reducer in (part.parent(i), part.parent(part.parent(i)))
+            assert part.reducer in (part.pushed_to(i), part.pushed_to(part.pushed_to(i)))
         summed = [part.in_cell(hub) for hub in part.summing] or [part.contributors]
         assert sorted(i for cell in summed for i in cell) == list(part.contributors)
         assert not (part.summing and part.codec.leaves_out)
         if not part.summing:
-            assert all(part.parent(i) == part.reducer for i in part.contributors)
+            assert all(part.pushed_to(i) == part.reducer for i in part.contributors)
 
 
 @pytest.mark.parametrize("bandwidths", [(1e6,), (1e6, 2e6), (1e6, 4e6), (1e6, 1e7), (1e6, 1e7, 1e7, 1e7)])

@@ -110,7 +110,8 @@ def test_where_a_cell_has_too_few_contributors_to_tell_one_that_stands_out_all_p
     assert both[2].hubs
     few = tuple(replace(m, tokens=10 * (i in (0, 1, 2, 4))) for i, m in enumerate(members))
     shared = next(part for part in part_table(WIDE, few, codecs("int4"), PART_BYTES) if part.group.expert is None)
-    assert not shared.hubs, "three and one"
+    assert shared.hubs, "results cross once"
+    assert not shared.summing, "three and one"
 
 
 def test_without_a_reducer_in_each_region_there_are_no_cells() -> None:

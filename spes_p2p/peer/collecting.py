@@ -198,7 +198,7 @@ class StagedReports:
         stalled = []
         for reducer, since in self._complaints.items():
             its = [part for part in self.results.parts if part.reducer == reducer]
-            children = {i for part in its for i in range(len(names)) if part.parent(i) == reducer}
+            children = {i for part in its for i in range(len(names)) if reducer in (part.parent(i), part.pushed_to(i))}
             living = {i for i in known & (children or known) if names[i] in alive and i != reducer}
             inputs = {i for part in its for i in part.inputs}
             are_agreed = inputs <= known and inputs & living <= since.keys()

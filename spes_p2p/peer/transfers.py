@@ -1,7 +1,7 @@
 """What a member pushes to and pulls from reducers and hubs in one exchange, and which of them stall.
 
-Both go to, and come from, a part's `parent`: its reducer or, in a round with cells, the hub of this member's cell. If a hub is
-lost, hubs of other cells hand on the same results.
+In a round with cells a result comes from the hub of this member's cell, the part's `parent`, and an update goes to it if it
+sums the cell's updates. If a hub is lost, hubs of other cells hand on the same results.
 """
 
 from __future__ import annotations
@@ -61,22 +61,24 @@ class Transfers:
         me, parts = context.me, context.results.table(revision)
         self._handed: dict[int, list[Part]] = {}
         """By parent: the parts whose results it hands on to this peer, or whose reducer's manifest."""
+        self._pushes: dict[int, list[Part]] = {}
+        """By receiver: the parts of which this peer pushes its update, or its cell's mean."""
         for part in parts:
             if (parent := part.parent(me)) != me:
                 self._handed.setdefault(parent, []).append(part)
-        self._pushes = {i: mine for i, its in self._handed.items() if (mine := [part for part in its if part.pushes(me)])}
-        """By parent: the parts that this peer contributes to, or sums for its cell."""
+            if part.pushes(me):
+                self._pushes.setdefault(part.pushed_to(me), []).append(part)
         self._silences = COMPLAINT_SILENCES * (2 if any(part.hubs for part in parts) else 1)
         self._pulling: dict[int, set[asyncio.Task[bool]]] = {}
         """By peer that is asked for results."""
         self._sent_to = {i: asyncio.Event() for i in self._pushes}
-        """By parent; set when it has this peer's updates, or will not get them."""
+        """By receiver; set when it has this peer's updates, or will not get them."""
         self._unsent = set(self._pushes)
         self._bytes_to = Counter[int]()
-        """By parent: bytes of updates sent to it."""
+        """By receiver: bytes of updates sent to it."""
         self._all_sent = asyncio.Event()
         self._pushing: dict[int, list[asyncio.Task[None]]] = {}
-        """By parent."""
+        """By receiver."""
         self._signed_at: dict[Stream, float] = {}
         """Loop time of the last signature, or of the first update."""
         self._part_bytes = max((part.encoded_bytes for part in context.results.parts), default=0)
@@ -89,18 +91,19 @@ class Transfers:
         self._is_over = False
 
     @property
-    def parents(self) -> list[int]:
+    def others(self) -> list[int]:
         """The members to which this peer pushes, or from which it pulls, ascending."""
-        return sorted(self._handed)
+        return sorted({*self._handed, *self._pushes})
 
     def begin(self, tell_stalled: TellStalled) -> list[asyncio.Task[None]]:
         """Open all streams; return their tasks."""
         tasks = []
-        for i in self.parents:
+        for i in self.others:
             if i in self._pushes:
                 self._pushing[i] = [asyncio.create_task(self._push_to(i))]
                 tasks += self._pushing[i]
-            tasks += [asyncio.create_task(each) for each in self._pulls_from(i, tell_stalled)]
+            if i in self._handed:
+                tasks += [asyncio.create_task(each) for each in self._pulls_from(i, tell_stalled)]
         if not self._pushes:
             self._all_sent.set()
         self._open_streams, self._deadline = len(tasks), Deadline(len(tasks), self._rate)

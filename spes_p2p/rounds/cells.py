@@ -18,6 +18,8 @@ from dataclasses import dataclass
 
 from spes_p2p.rounds.planned import Member, Place
 
+NO_CELL = -1
+"""The cell of a member that exchanges with reducers as in a small round."""
 FLAT_MEMBERS = 32
 """Rounds of up to this many members have no cells but for regions: each member exchanges with each other."""
 LARGEST_REGION = 64

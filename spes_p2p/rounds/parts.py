@@ -6,11 +6,11 @@ import operator
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 from spes_p2p.config.campaign import SLOWEST_LINE_BITS
 from spes_p2p.model.layout import Group, Layout
-from spes_p2p.rounds.cells import Cells, make_cells
+from spes_p2p.rounds.cells import NO_CELL, Cells, make_cells
 from spes_p2p.rounds.codecs import Codec, GroupCodecs
 from spes_p2p.rounds.planned import Member
 from spes_p2p.rounds.remembered import remembered
@@ -56,11 +56,11 @@ class Part:
     revision: int = 0
     """Revision of the part table that chose this reducer."""
     hubs: tuple[int, ...] = ()
-    """The hub of each cell, the reducer among them (`cells.py`); empty where members exchange with the reducer."""
+    """The hub of each cell (`cells.py`), which hands on the result; empty where members exchange with the reducer."""
     summing: tuple[int, ...] = ()
-    """Hubs that sum their cell's updates first, ascending; empty where contributors push to the reducer."""
+    """Hubs that also sum their cell's updates, ascending; members of other cells push to the reducer."""
     cell_of: tuple[int, ...] = field(default=(), repr=False, compare=False)
-    """Each member's cell; empty without hubs."""
+    """Each member's cell, or NO_CELL; empty without hubs."""
 
     @property
     def size(self) -> int:
@@ -72,19 +72,31 @@ class Part:
         """Bytes of an encoded update, and of the encoded result."""
         return self.codec.encoded_bytes(self.size)
 
-    @property
+    @cached_property
     def inputs(self) -> tuple[int, ...]:
         """Members whose updates or cell's means the reducer sums, ascending."""
-        return self.summing or self.contributors
+        if not self.summing:
+            return self.contributors
+        return tuple(sorted({*self.summing, *(i for i in self.contributors if self.hub_of(i) not in self.summing)}))
+
+    def hub_of(self, member: int) -> int | None:
+        """Return the hub of the member's cell; None if it has none."""
+        cell = self.cell_of[member] if self.hubs else NO_CELL
+        return None if cell == NO_CELL else self.hubs[cell]
 
     def parent(self, member: int) -> int:
-        """Return the member to which this one pushes, and from which it pulls the result; of the reducer, itself."""
-        hub = self.hubs[self.cell_of[member]] if self.hubs else self.reducer
-        return self.reducer if hub == member else hub
+        """Return the member from which this one pulls the result; of the reducer, itself."""
+        hub = self.hub_of(member)
+        return self.reducer if hub is None or hub == member else hub
+
+    def pushed_to(self, member: int) -> int:
+        """Return the member to which this one pushes its update or, as a hub, its cell's mean."""
+        hub = self.hub_of(member)
+        return self.reducer if hub is None or hub == member or hub not in self.summing else hub
 
     def pushes(self, member: int) -> bool:
-        """Return whether the member pushes its update, or its cell's mean, to its parent; in a revision hubs have the means."""
-        pushers = self.summing if self.revision and self.summing else (*self.contributors, *self.summing)
+        """Return whether the member pushes anything. In a revision hubs have the means already."""
+        pushers = self.inputs if self.revision else (*self.contributors, *self.summing)
         return member != self.reducer and member in pushers
 
     def in_cell(self, hub: int) -> tuple[int, ...]:
@@ -203,13 +215,12 @@ def traffic(parts: Sequence[Part], members: int) -> tuple[list[int], list[int]]:
     for part, size in _alike(parts):
         pushers = {*part.contributors, *part.summing} - {part.reducer}
         for member in range(members):
-            parent = part.parent(member)
             if member in pushers:
                 up[member] += size
-                down[parent] += size
+                down[part.pushed_to(member)] += size
             if pulls(part, member):
                 down[member] += size
-                up[parent] += size
+                up[part.parent(member)] += size
     return up, down
 
 
@@ -261,8 +272,8 @@ def push_turns(parts: Sequence[Part]) -> Mapping[int, tuple[int, int]]:
     largest: dict[int, dict[int, int]] = {}
     for part, size in _alike(parts, max):
         for member in {*part.contributors, *part.summing} - {part.reducer}:
-            to, parent = largest.setdefault(member, {}), part.parent(member)
-            to[parent] = max(size, to.get(parent, 0))
+            to, receiver = largest.setdefault(member, {}), part.pushed_to(member)
+            to[receiver] = max(size, to.get(receiver, 0))
     return {member: (len(to), sum(to.values())) for member, to in largest.items()}
 
 
@@ -302,8 +313,7 @@ def _moved_in_column(part: Part, of_all: Sequence[int], lost: set[int], rooted: 
         part = replace(part, contributors=tuple(i for i in of_all if part.cell_of[i] in cells))
     reducer = min(summing or left, key=lambda hub: (rooted[hub], hub))
     rooted[reducer] += part.encoded_bytes
-    direct = {part.cell_of[i] for i in part.contributors} if not summing else set[int]()
-    hubs = tuple(reducer if hub in lost or cell in direct else hub for cell, hub in enumerate(part.hubs))
+    hubs = tuple(reducer if hub in lost else hub for hub in part.hubs)
     return {part.index: replace(part, reducer=reducer, hubs=hubs, summing=summing)}
 
 
@@ -399,14 +409,16 @@ class _Columns:
         self._busy_s: dict[int, float] = {}
         """Seconds in which each hub sends."""
         self._ways: dict[tuple[tuple[int, ...], Codec], tuple[tuple[int, ...], bool]] = {}
+        self._at_home = Counter[int]()
+        """By cell: sets of few contributors whose parts its hubs reduce."""
 
     def table(self, parts: Sequence[Part]) -> tuple[Part, ...]:
         """Return the parts with their reducers and hubs.
 
         A sole contributor that is a hub reduces its parts, unless the busiest hub would then send for much longer: then it
-        pushes them to the hubs of its cell, each of which reduces some. Some sums over several cells have no hubs: in a sparse
-        codec, where what is left out of a cell's mean would be lost, and where only all contributors together are enough to
-        tell one that stands out.
+        pushes them to the hubs of its cell, each of which reduces some. Contributors push to the reducer itself in a sparse
+        codec, where what is left out of a cell's mean would be lost, and where only all of them together are enough to tell one
+        that stands out. If they are few, the hubs of one of their cells reduce all they push, so that each has few neighbours.
         """
         (kept, kept_s), (delegated, delegated_s) = self._taken(parts, True), self._taken(parts, False)
         taken = kept if kept_s <= HUBS_DELEGATION_RATIO * delegated_s else delegated
@@ -437,12 +449,15 @@ class _Columns:
         self._busy_s = {hub: own[hub] / self._members[hub].bandwidth for hub in self._column_of}
 
     def _way(self, part: Part) -> tuple[tuple[int, ...], bool]:
-        """Return the contributors' cells, ascending, and whether all members exchange with the reducer instead of hubs."""
+        """Return the cells whose hubs may reduce the part, and whether the hubs of its contributors' cells sum first."""
         key = part.contributors, part.codec
         if key not in self._ways:
             counts = Counter(self._cells.of[i] for i in part.contributors)
-            too_few = min(counts.values()) < ENOUGH_TO_CLIP <= len(part.contributors)
-            self._ways[key] = tuple(sorted(counts)), len(counts) > 1 and (part.codec.leaves_out or too_few)
+            sums, homes = not part.codec.leaves_out and min(counts.values()) >= ENOUGH_TO_CLIP, tuple(sorted(counts))
+            if not sums and len(part.contributors) <= len(self._sizes):
+                homes = (min(homes, key=lambda cell: (self._at_home[cell], cell)),)
+                self._at_home[homes[0]] += 1
+            self._ways[key] = homes, sums and len(counts) > 1
         return self._ways[key]
 
     def _sends_s(self, part: Part, column: int) -> tuple[int, dict[int, float]]:
@@ -450,13 +465,12 @@ class _Columns:
 
         A hub sends copies to its cell, and its cell's mean to the reducer, which sends copies to the other hubs.
         """
-        hubs, (cells, is_direct) = self._cells.columns[column], self._way(part)
-        copies = len(self._members) if is_direct else len(hubs)
-        able = hubs if is_direct else [hubs[cell] for cell in cells]
+        hubs, (homes, sums) = self._cells.columns[column], self._way(part)
         size, rate_of = part.encoded_bytes, {hub: self._members[hub].bandwidth for hub in hubs}
-        root = min(able, key=lambda hub: (self._busy_s[hub] + (copies - 1) * size / rate_of[hub], hub))
-        sends_s = {} if is_direct else {hub: self._sizes[cell] * size / rate_of[hub] for cell, hub in enumerate(hubs)}
-        sends_s[root] = sends_s.get(root, 0.0) + (copies - 1) * size / rate_of[root]
+        root_s = {hub: (len(hubs) - 1) * size / rate_of[hub] for hub in hubs}
+        root = min((hubs[cell] for cell in homes), key=lambda hub: (self._busy_s[hub] + root_s[hub], hub))
+        sends_s = {hub: (self._sizes[cell] - (not sums)) * size / rate_of[hub] for cell, hub in enumerate(hubs)}
+        sends_s[root] += root_s[root]
         return root, sends_s
 
     def _then_s(self, part: Part, column: int) -> float:
@@ -466,10 +480,8 @@ class _Columns:
 
     def _placed(self, part: Part, column: int, reducer: int) -> Part:
         """Return the part with its reducer and hubs."""
-        hubs, (cells, is_direct) = self._cells.columns[column], self._way(part)
-        if is_direct:
-            return replace(part, reducer=reducer)
-        summing = tuple(sorted(hubs[cell] for cell in cells)) if len(cells) > 1 else ()
+        hubs, (homes, sums) = self._cells.columns[column], self._way(part)
+        summing = tuple(sorted(hubs[cell] for cell in homes)) if sums else ()
         return replace(part, reducer=reducer, hubs=hubs, summing=summing, cell_of=self._cells.of)
 
 

@@ -137,7 +137,7 @@ def _begin_slandering(transfers: Transfers, tell_stalled: TellStalled) -> list[a
 
 
 async def _complain(transfers: Transfers, tell: Tell, tell_stalled: TellStalled) -> None:
-    for reducer in transfers.parents:
+    for reducer in transfers.others:
         tell(f"complaint {reducer}")
         await tell_stalled(reducer, transfers.context.results.revision)
 
