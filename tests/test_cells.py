@@ -6,7 +6,7 @@ import asyncio
 import math
 import random
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -33,11 +33,14 @@ from spes_p2p.messages.rounds import PullRequest, Update
 from spes_p2p.model.layout import Layout, TensorSpec
 from spes_p2p.net.rpc import Stream
 from spes_p2p.observe.events import ResultsChecked, RoundCommitted
+from spes_p2p.peer.cell_means import CellMean
+from spes_p2p.peer.exchanges import Exchanges
 from spes_p2p.peer.kept_inputs import Input
 from spes_p2p.peer.reducer import EncodedMean, Reducer
 from spes_p2p.rounds import cells
 from spes_p2p.rounds import parts as tables
 from spes_p2p.rounds.cells import FLAT_MEMBERS, make_cells
+from spes_p2p.rounds.digest import content_digest
 from spes_p2p.rounds.parts import Part, from_mask, moved_parts, part_table, pulls, to_mask, traffic, weight
 from spes_p2p.rounds.planned import Member, Place, Plan
 from spes_p2p.rounds.sums import check_contributors
@@ -297,7 +300,8 @@ def test_when_a_reducer_is_lost_hubs_push_again_and_nobody_else(others_lost: int
         if part.summing:
             assert [i for i in range(64) if part.pushes(i)] == [i for i in part.summing if i != part.reducer]
             for its in part.summing:
-                named = Update(part.index, 5, bytes(32), to_mask(parts[part.index].in_cell(its), 64), to_mask((), 64))
+                mask = to_mask(parts[part.index].in_cell(its), 64)
+                named = Update(part.index, 5, bytes(32), mask, to_mask((), 64), bytes(32))
                 check_contributors(named, part, its, 64)
 
 
@@ -341,14 +345,17 @@ def test_a_hub_that_names_contributors_of_another_cell_is_refused() -> None:
     part = next(part for part in part_table(LAYOUT, members_of(40), codecs("int4"), PART_BYTES) if part.summing)
     hub = next(hub for hub in part.summing if hub != part.reducer)
     own, strange, none = part.in_cell(hub), part.in_cell(part.reducer), to_mask((), 40)
-    check_contributors(Update(part.index, 5, bytes(32), to_mask(own, 40), none), part, hub, 40)
+    fitting = Update(part.index, 5, bytes(32), to_mask(own, 40), none, bytes(32))
+    check_contributors(fitting, part, hub, 40)
     wrong = (to_mask((*own, *strange), 40), none), (none, none), (b"", b""), (to_mask(own[:1], 40), to_mask(own, 40))
     for named, clipped in wrong:
         with pytest.raises(Refused):
-            check_contributors(Update(part.index, 5, bytes(32), named, clipped), part, hub, 40)
+            check_contributors(replace(fitting, members=named, clipped=clipped), part, hub, 40)
+    with pytest.raises(Refused):
+        check_contributors(replace(fitting, inputs=b""), part, hub, 40)
     direct = replace(part, hubs=(), summing=())
     with pytest.raises(Refused):
-        check_contributors(Update(part.index, 5, bytes(32), to_mask(own, 40), none), direct, own[0], 40)
+        check_contributors(fitting, direct, own[0], 40)
 
 
 # Swarms -------------------------------------------------------------------------------------------------------------------
@@ -429,15 +436,69 @@ def test_a_reducer_that_serves_wrong_results_is_excluded_in_a_round_with_cells(m
             return mean
         return replace(mean, encoded=part.codec.encode(part.codec.decode(mean.encoded, part.size) * np.float32(1.5)))
 
+    monkeypatch.setattr(Reducer, "encode_mean", encode_mean)
+    simulate(until_a_is_excluded)
+
+
+async def until_a_is_excluded() -> None:
+    """And nobody else."""
+    swarm = VirtualSwarm(campaign(total_steps=4000, codec="int8", sync={"min_peers": 9}))
+    swarm.start_all("ABCDEFGHI")
+    life, log = swarm.tasks["A"], swarm.nodes["W"].log
+    await swarm.until(lambda: "A" in log.last.excluded)
+    assert log.last.excluded == ("A",)
+    await asyncio.wait({life}, timeout=200)
+    with pytest.raises(UserError, match="a proof excludes this peer"):
+        life.result()
+
+
+def wrong_values(mean: CellMean, part: Part) -> CellMean:
+    body = part.codec.encode(part.codec.decode(mean.body, part.size) * np.float32(1.5))
+    return CellMean(replace(mean.update, digest=content_digest(body)), body)
+
+
+def more_tokens(mean: CellMean, part: Part) -> CellMean:
+    return replace(mean, update=replace(mean.update, tokens=mean.update.tokens + 1))
+
+
+@pytest.mark.usefixtures("_small_cells")
+@pytest.mark.parametrize("lie", [wrong_values, more_tokens])
+@pytest.mark.long
+def test_a_hub_that_falsifies_its_cells_mean_is_excluded(
+    lie: Callable[[CellMean, Part], CellMean], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    honest = Reducer._cell_mean
+
+    def cell_mean(self: Reducer, part: Part, updates: Mapping[int, Input], mean: EncodedMean | None) -> CellMean:
+        made = honest(self, part, updates, mean)
+        is_lie = self.context.endpoint.peer_id == "A" and self.context.plan.round >= 2
+        return lie(made, part) if is_lie else made
+
+    monkeypatch.setattr(Reducer, "_cell_mean", cell_mean)
+    simulate(until_a_is_excluded)
+
+
+@pytest.mark.usefixtures("_small_cells")
+@pytest.mark.parametrize("hides", [True, False])
+@pytest.mark.long
+def test_a_hub_that_shows_other_inputs_or_none_is_disputed_and_not_excluded(
+    hides: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    honest = Exchanges.inputs_of
+
+    def inputs_of(self: Exchanges, plan: str, part: int, of_cell: bool = False) -> dict[int, Input] | None:
+        found = honest(self, plan, part, of_cell)
+        if self._node.peer_id != "A" or not of_cell or found is None:
+            return found
+        return None if hides else dict(list(found.items())[1:])
+
     async def main() -> None:
         swarm = VirtualSwarm(campaign(total_steps=4000, codec="int8", sync={"min_peers": 9}))
         swarm.start_all("ABCDEFGHI")
-        life, log = swarm.tasks["A"], swarm.nodes["W"].log
-        await swarm.until(lambda: "A" in log.last.excluded)
-        assert log.last.excluded == ("A",)
-        await asyncio.wait({life}, timeout=200)
-        with pytest.raises(UserError, match="a proof excludes this peer"):
-            life.result()
+        log = swarm.nodes["W"].log
+        await swarm.until(lambda: bool(log.last.disputed))
+        assert "A" in {log.last.members[i] for i in log.last.disputed}
+        assert not log.last.excluded
 
-    monkeypatch.setattr(Reducer, "encode_mean", encode_mean)
+    monkeypatch.setattr(Exchanges, "inputs_of", inputs_of)
     simulate(main)

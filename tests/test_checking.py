@@ -77,7 +77,7 @@ def lying(liar: str, lie: Lie, monkeypatch: pytest.MonkeyPatch, from_round: int 
 def silent(liar: str, swarm: VirtualSwarm) -> None:
     """Let one peer refuse every check."""
 
-    def inputs_of(plan: str, part: int) -> None:
+    def inputs_of(plan: str, part: int, of_cell: bool = False) -> None:
         return None
 
     swarm.peers[liar].replica.exchanges.inputs_of = inputs_of  # type: ignore[method-assign]
@@ -211,9 +211,8 @@ def proof_of(swarm: VirtualSwarm) -> tuple[WrongSum, str]:
         kept = peer.replica.results.by_plan[commit.plan]
         for part in means_by_reducer(commit, kept).get(name, ()):
             inputs = peer.replica.exchanges.inputs_of(commit.plan, part.index) or {}
-            signed = tuple(peer.checking._signed(commit.plan, each) for _, each in sorted(inputs.items()))
-            peer.checking._asked[commit.plan] = {part.index}
-            return WrongSum(commit.round, commit.id, part.index, Inputs(signed)), name
+            peer.checking._asked[commit.plan] = {"whoever": {(part.index, False)}}
+            return WrongSum(commit.round, commit.id, part.index, peer.checking._own_inputs(commit.plan, inputs)), name
     raise AssertionError("nobody made a mean")
 
 

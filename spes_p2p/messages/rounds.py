@@ -127,6 +127,8 @@ class Update:
     """Of a cell's mean: its contributors."""
     clipped: Mask = b""
     """Those of them whose update was clipped."""
+    inputs: Root = b""
+    """Digest of what it was made from (`rounds/sums.py`)."""
 
 
 @dataclass(frozen=True)
@@ -147,6 +149,15 @@ class Inputs:
 
 
 @dataclass(frozen=True)
+class CellInputs:
+    """The signed updates from which a hub made its cell's mean of a part."""
+
+    hub: MemberIndex
+    inputs: Inputs
+    """For each contributor that the mean names, in their order."""
+
+
+@dataclass(frozen=True)
 class WrongSum:
     """Proof that a committed result is not what the inputs give that its reducer named in its manifest.
 
@@ -159,6 +170,8 @@ class WrongSum:
     """The commit that contains the result."""
     part: PartIndex
     inputs: Inputs
+    cell: CellInputs | None = None
+    """If a hub made a wrong mean instead, which is one of these inputs: what it was made from."""
 
     @cached_property
     def id(self) -> str:
@@ -168,7 +181,7 @@ class WrongSum:
 
 @dataclass(frozen=True)
 class Accused:
-    """A reducer that a proof excludes from this round on."""
+    """A reducer or hub that a proof excludes from this round on."""
 
     peer: PeerId
     proof: Digest
@@ -339,10 +352,12 @@ class PushHeader(Extensible):
 
 @dataclass(frozen=True)
 class InputsRequest(Extensible):
-    """A member that checks a reducer asks for the inputs of one of its results."""
+    """A member that checks a reducer or hub asks for the inputs of one of its means."""
 
     plan: Digest
     part: PartIndex
+    of_cell: bool = False
+    """Whether of its cell's mean, as a hub."""
 
 
 @dataclass(frozen=True)

@@ -121,14 +121,15 @@ class Exchanges:
         ahead.drop()
         return None
 
-    def inputs_of(self, plan: str, part: int) -> dict[int, Input] | None:
-        """Return what this member's mean of a part was made from, by member; None where it made none."""
+    def inputs_of(self, plan: str, part: int, of_cell: bool = False) -> dict[int, Input] | None:
+        """Return what this member's mean of a part, or its cell's, was made from, by member; None where it made none."""
         _, kept = self._inputs.get(plan, (0, []))
-        return next((each.of_part[part] for each in reversed(kept) if part in each.of_part), None)
+        found = [each.of_cell if of_cell else each.of_part for each in reversed(kept)]
+        return next((each[part] for each in found if part in each), None)
 
     def count_of_inputs(self, plan: str) -> int:
         """Return the number of means that this member made in a plan."""
-        return sum(len(each.of_part) for each in self._inputs.get(plan, (0, []))[1])
+        return sum(len(each.of_part) + len(each.of_cell) for each in self._inputs.get(plan, (0, []))[1])
 
     def forget(self, base_round: int, decided: str) -> None:
         """Drop the exchanges of rounds that are in the base, but for the inputs of the last one. `decided`: its plan.

@@ -1,4 +1,4 @@
-"""The updates behind the means that this peer made as a reducer, kept until the round after: members may check the means."""
+"""The updates behind the means that this peer made as reducer or hub, kept until the round after: members may check them."""
 
 from __future__ import annotations
 
@@ -36,6 +36,8 @@ class KeptInputs:
         self._space = scratch("inputs", -(-total // 4)).view(np.uint8) if total else np.empty(0, np.uint8)
         self.of_part: dict[int, dict[int, Input]] = {}
         """By part index and member: what is in the mean."""
+        self.of_cell: dict[int, dict[int, Input]] = {}
+        """The same of its cell's mean."""
 
     def store(self, part: Part, member: int, body: bytes | memoryview) -> memoryview:
         """Copy an encoded update; return where it is kept."""

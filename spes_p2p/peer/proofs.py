@@ -1,7 +1,7 @@
-"""Proofs against reducers: checked by every peer itself, told to all, and part of the next proposal.
+"""Proofs against reducers and hubs: checked by every peer itself, told to all, and part of the next proposal.
 
 A proof consists of signed records and hashes, so it needs no trust in whoever tells it. From the commit on that takes it up,
-the reducer is excluded (`Commit.excluded`), and nobody needs the proof any more.
+the liar is excluded (`Commit.excluded`), and nobody needs the proof any more.
 """
 
 from __future__ import annotations
@@ -32,9 +32,10 @@ from spes_p2p.net.unpacking import unpack_beside
 from spes_p2p.peer.kept_results import MAX_CONCURRENT_UPLOADS, KeptResults
 from spes_p2p.rounds.parts import Part
 from spes_p2p.rounds.plan import Rules
+from spes_p2p.rounds.planned import Plan
 from spes_p2p.rounds.proposal import may_exclude
 from spes_p2p.rounds.results import KEPT_ROUNDS
-from spes_p2p.rounds.sums import is_wrong, may_be_summed, read_inputs
+from spes_p2p.rounds.sums import behind_means, is_wrong, may_be_summed, read_cell_inputs, read_inputs, tokens_behind
 
 logger = logging.getLogger(__name__)
 
@@ -48,11 +49,22 @@ class Proven:
     """A proof that holds."""
 
     peer: str
-    """The reducer."""
+    """The reducer or hub."""
     plan: str
     proof: WrongSum
     bodies: Mapping[int, Body]
-    """The encoded updates, by member."""
+    """The encoded updates, by `update_piece`; with a hub's mean."""
+
+
+def update_piece(part: int, member: int, of_cell: bool = False) -> int:
+    """Return the number of the piece that is an update in a reducer's mean of a part, or in the mean of the member's cell."""
+    return (2 * part + of_cell) * MAX_MEMBERS + member
+
+
+def read_piece(number: int) -> tuple[int, int, bool]:
+    """Return part, member and whether it is of a cell."""
+    rest, member = divmod(number, MAX_MEMBERS)
+    return rest // 2, member, bool(rest % 2)
 
 
 class Proofs:
@@ -77,10 +89,9 @@ class Proofs:
         await self._endpoint.serve(ACCUSE, self._on_accuse)
         await server.serve("proof", self._proof, MAX_CONCURRENT_UPLOADS)
 
-    def body(self, plan: str, part: int, member: int) -> Body | None:
-        """Return an encoded update of a proof that holds."""
-        found = (each.bodies.get(member) for each in self._held.values() if (each.plan, each.proof.part) == (plan, part))
-        return next(found, None)
+    def body(self, plan: str, piece: int) -> Body | None:
+        """Return an encoded update of a proof that holds, by `update_piece`."""
+        return next((each.bodies[piece] for each in self._held.values() if each.plan == plan and piece in each.bodies), None)
 
     def accused(self, commit: Commit) -> tuple[Accused, ...]:
         """Return whom the proposal after this commit excludes."""
@@ -100,10 +111,10 @@ class Proofs:
                     await self.holds(await unpack_beside(WrongSum, bytes(body)), donors)
             held = self._held.get(accused.proof)
             if held is None or held.peer != accused.peer or not self._counts(held):
-                raise Refused(Code.NOT_PROVEN, f"no proof that {accused.peer[-6:]} served a wrong result")
+                raise Refused(Code.NOT_PROVEN, f"no proof that {accused.peer[-6:]} made a wrong mean")
 
     async def holds(self, proof: WrongSum, donors: Sequence[str]) -> bool:
-        """Return whether the committed result is not what its inputs give, and keep a proof that holds.
+        """Return whether the result, or the cell's mean, is not what its inputs give, and keep a proof that holds.
 
         `donors`: peers that have the updates. Raises Refused for what is no proof, PeerUnreachable when a piece is missing.
         """
@@ -114,17 +125,30 @@ class Proofs:
         commit = self._log.commit_at(proof.round)
         results = await self._kept.described(commit, self._fetcher, donors)
         part = next((each for each in results.committed(commit) if each.index == proof.part), None)
-        if part is None or len(part.inputs) < 2:
+        if part is None or (len(part.inputs) < 2 and proof.cell is None):
             raise Refused(Code.NOT_PROVEN, f"part {proof.part} of round {proof.round} is no mean")
-        updates = read_inputs(proof.inputs, part, results, self._world.identity)
-        bodies = await self._bodies(results.plan.id, part, updates, donors)
-        result = await self._kept.result(results, part, self._fetcher, donors)
-        found = {i: (updates[i].tokens, body) for i, body in bodies.items()}
-        wrong: bool = await self._world.run_blocking(is_wrong, part, results.plan.members, found, result, self._clips)
+        plan, updates = results.plan, read_inputs(proof.inputs, part, results, self._world.identity)
+        if proof.cell is None:
+            bodies = await self._bodies(plan, part, updates, donors, of_cell=False)
+            result, says = await self._kept.result(results, part, self._fetcher, donors), None
+        else:
+            hub = proof.cell.hub
+            if hub not in part.summing or hub not in updates:
+                raise Refused(Code.NOT_PROVEN, f"part {part.index} has no mean of that hub")
+            says, own = updates[hub].tokens, {hub: updates[hub]}
+            updates = read_cell_inputs(proof.cell.inputs, part, hub, own[hub], plan, self._world.identity)
+            bodies = await self._bodies(plan, part, own, donors, of_cell=False)
+            result, part = bodies[update_piece(part.index, hub)], part.of_cell(hub)
+            bodies |= await self._bodies(plan, part, updates, donors, of_cell=True)
+        found = {i: (each.tokens, bodies[update_piece(part.index, i, says is not None)]) for i, each in updates.items()}
+        wrong: bool = await self._world.run_blocking(
+            is_wrong, part, plan.members, found, result, self._clips, behind_means(updates)
+        )
+        wrong |= says is not None and says != tokens_behind(part, plan.members, updates, self._clips)
         if wrong:
-            peer = results.plan.members[part.reducer].peer
-            logger.warning("round %d: the result of part %d by %s is not the mean of its inputs", proof.round, part.index, peer)
-            self._held[proof.id] = Proven(peer, results.plan.id, proof, bodies)
+            peer = plan.members[part.reducer].peer
+            logger.warning("round %d: what %s made of part %d is not the mean of its inputs", proof.round, peer, part.index)
+            self._held[proof.id] = Proven(peer, plan.id, proof, bodies)
             self._held = dict(list(self._held.items())[-HELD_PROOFS:])
         return wrong
 
@@ -148,21 +172,23 @@ class Proofs:
         is_kept = max(-1, self._log.round - KEPT_ROUNDS) < proof.round <= self._log.round
         return is_kept and self._log.has(proof.commit, proof.round) and bool(self._log.commit_at(proof.round).plan)
 
-    async def _bodies(self, plan: str, part: Part, updates: Mapping[int, Update], donors: Sequence[str]) -> dict[int, Body]:
-        """Fetch the encoded updates. Raises PeerUnreachable; Refused for values that no honest reducer takes."""
-        found: dict[int, Body] = {}
+    async def _bodies(
+        self, plan: Plan, part: Part, updates: Mapping[int, Update], donors: Sequence[str], of_cell: bool
+    ) -> dict[int, Body]:
+        """Fetch encoded updates, by `update_piece`. Raises PeerUnreachable; Refused for values that no honest reducer takes."""
+        sender_of, found = {update_piece(part.index, i, of_cell): i for i in updates}, dict[int, Body]()
 
         async def keep(index: int, body: Body) -> None:
-            found[index % MAX_MEMBERS] = body
+            found[index] = body
 
         def piece(index: int) -> Piece:
-            return Piece(updates[index % MAX_MEMBERS].digest, part.encoded_bytes)
+            return Piece(updates[sender_of[index]].digest, part.encoded_bytes)
 
-        wanted = [part.index * MAX_MEMBERS + i for i in updates]
-        if await self._fetcher.fetch(Content("updates", plan, piece), wanted, [self._fetcher.peers(donors)], keep):
+        if await self._fetcher.fetch(Content("updates", plan.id, piece), list(sender_of), [self._fetcher.peers(donors)], keep):
             raise PeerUnreachable(f"nobody has the updates of part {part.index}")
-        if any(len(body) != part.encoded_bytes or not may_be_summed(part, body) for body in found.values()):
-            raise Refused(Code.NOT_PROVEN, f"part {part.index}: no update of this part")
+        for index, body in found.items():
+            if len(body) != part.encoded_bytes or not may_be_summed(part, sender_of[index], body):
+                raise Refused(Code.NOT_PROVEN, f"part {part.index}: no update of this part")
         return found
 
     async def _on_accuse(self, stream: Stream) -> None:

@@ -36,13 +36,14 @@ from spes_p2p.rounds.planned import trusted
 from spes_p2p.rounds.reducer_residual import residual_key
 from spes_p2p.rounds.results import ABSENT
 from spes_p2p.rounds.sums import (
+    behind_means,
     check_contributors,
     encode_mean,
     inputs_digest,
     make_mean,
     may_be_summed,
     to_residual,
-    weight_of,
+    tokens_behind,
 )
 from spes_p2p.storage.scratch import scratch_arrays
 
@@ -282,7 +283,7 @@ class Reducer:
             raise Refused(Code.MALFORMED, f"part {index}: {len(body)} bytes, the plan says {part.encoded_bytes}")
         if not 0 < tokens <= MAX_TOKENS:
             raise Refused(Code.MALFORMED, f"part {index} cannot have a weight of {tokens} tokens")
-        if not may_be_summed(part, body):
+        if not may_be_summed(part, sender, body):
             raise Refused(Code.MALFORMED, f"part {index} has values that are not finite, or far too large")
         is_new = not (index in unsigned or key in self._closed or sender in self._arrived.get(key, {}))
         if not is_new:
@@ -300,7 +301,8 @@ class Reducer:
         unsigned, pushed = self._unsigned.pop(sender, {}), read_signed(Pushed, signed, self.context.identity)
         if signed.peer != self.context.names[sender] or pushed.plan != self.context.plan.id:
             raise Refused(Code.NOT_PROVEN, "a signature under updates of another peer or plan")
-        if [replace(each, members=b"", clipped=b"") for each in pushed.updates] != [each.update for each in unsigned.values()]:
+        bare = [replace(each, members=b"", clipped=b"", inputs=b"") for each in pushed.updates]
+        if bare != [each.update for each in unsigned.values()]:
             raise Refused(Code.NOT_PROVEN, "a signature under other updates than those that came")
         counted = 0
         for update in pushed.updates:
@@ -336,7 +338,7 @@ class Reducer:
     async def _make(self, batch: Sequence[Part]) -> None:
         """Make closed sums, unless the exchange ends meanwhile; keep and hand on what follows from them."""
         me = self.context.me
-        mine = [self._original(part) for part in batch if me in part.contributors and not part.summing]
+        mine = [self._original(part) for part in batch if me in part.inputs and me not in part.summing]
         own = {each.part.index: each for each in await self._update.encode(mine)} if mine else {}
         for part in batch:
             await self._make_sum(part, own.get(self._original(part).index))
@@ -370,15 +372,17 @@ class Reducer:
         self._made.add(part.index)
 
     def _cell_mean(self, part: Part, updates: Mapping[int, Input], mean: EncodedMean | None) -> CellMean:
-        """Return the mean of a cell with its contributors, and keep its residual for the next round."""
-        index, members = self._original(part).index, self.context.plan.members
-        tokens = sum(weight_of(part, members, i, each.update.tokens, self.context.clips) for i, each in updates.items())
+        """Return the mean of a cell with its contributors; keep its inputs, and its residual for the next round."""
+        index, members, made_from = self._original(part).index, self.context.plan.members, _updates(updates)
         if mean is not None and part.codec.is_lossy:
             self.new_residuals[residual_key(part, is_cell=True)] = self._means[part.index]
         body = updates[part.contributors[0]].body if mean is None else mean.encoded
         clipped = set() if mean is None else mean.clipped
-        tokens = min(tokens, MAX_TOKENS)
-        return CellMean(Update(index, tokens, content_digest(body), self._mask(set(updates)), self._mask(clipped)), body)
+        self.inputs.of_cell[index] = dict(updates)
+        return CellMean(Update(
+            index, tokens_behind(part, members, made_from, self.context.clips), content_digest(body),
+            self._mask(set(updates)), self._mask(clipped), inputs_digest(made_from),
+        ), body)
 
     def _note_contributors(self, index: int, updates: Mapping[int, Input], clipped: set[int]) -> None:
         """Note who is in a result, and whose update was clipped, here or by a hub."""
@@ -404,15 +408,15 @@ class Reducer:
         """
         mean = self._means[part.index]
         decoders = {i: (each.update.tokens, partial(part.codec.decode, each.body, part.size)) for i, each in updates.items()}
-        clipped = make_mean(part, self.context.plan.members, decoders, mean, self.context.clips)
+        made_from = _updates(updates)
+        clipped = make_mean(part, self.context.plan.members, decoders, mean, self.context.clips, behind_means(made_from))
         residual = self.context.residuals.get(residual_key(part, part.index in self._cells))
         if residual is not None and residual.size != mean.size:
             residual = None
         encoded, decoded = encode_mean(part, mean, residual)
         if part.codec.is_lossy:
             to_residual(part, mean, residual, decoded)
-        inputs = inputs_digest({i: each.update for i, each in updates.items()})
-        return EncodedMean(encoded, clipped, inputs)
+        return EncodedMean(encoded, clipped, inputs_digest(made_from))
 
     def _write_manifest(self) -> None:
         if self._mine:
@@ -432,10 +436,11 @@ def _cell_sums(context: ExchangeContext) -> dict[int, Part]:
     """Return what this member sums for its cell, by key: parts of its cell's contributors alone."""
     me, parts = context.me, context.results.parts
     mine = ((part.index + len(parts), part) for part in parts if me in part.summing)
-    return {
-        key: replace(part, index=key, contributors=part.in_cell(me), reducer=me, hubs=(), summing=(), cell_of=())
-        for key, part in mine
-    }
+    return {key: replace(part.of_cell(me), index=key) for key, part in mine}
+
+
+def _updates(inputs: Mapping[int, Input]) -> dict[int, Update]:
+    return {i: each.update for i, each in inputs.items()}
 
 
 def _union(masks: Collection[bytes]) -> bytes:

@@ -1,4 +1,4 @@
-"""Who checks which reducer after a round, and how many of its results. Pure functions."""
+"""Who checks which reducer and hub after a round, and how many of its means. Pure functions."""
 
 from __future__ import annotations
 
@@ -49,16 +49,19 @@ def disputed(recent: Sequence[Commit], announcements: Mapping[str, Announcement]
     """Return the members that say of a reducer that it did not show its inputs, and these reducers, if both announce.
 
     Nobody can tell which of the two is to blame, so neither reduces for a while (`claims.demoted`): a liar that refuses
-    checks gives up what it could harm with, and one that blames others gives up as much.
+    checks gives up what it could harm with, and one that blames others gives up as much. Not so a vouched member that blames a
+    stranger, which would cost the swarm a reducer.
 
     `recent`: the last commits, newest first.
     """
-    by_round = {commit.round: checkers(commit, rule) for commit in recent[:2] if commit.plan}
+    by_round = {commit.round: (commit, checkers(commit, rule)) for commit in recent[:2] if commit.plan}
     found = set[str]()
     for peer, announcement in announcements.items():
         for each in announcement.unanswered:
-            if each.peer in announcements and by_round.get(each.round, {}).get(each.peer) == peer:
-                found |= {peer, each.peer}
+            commit, checker_of = by_round.get(each.round, (None, {}))
+            if commit is not None and each.peer in announcements and checker_of.get(each.peer) == peer:
+                is_above = rule == "open" and peer in commit.trusted and each.peer not in commit.trusted
+                found |= {each.peer} if is_above else {peer, each.peer}
     return frozenset(found)
 
 
@@ -68,6 +71,17 @@ def means_by_reducer(commit: Commit, results: Results) -> dict[str, list[Part]]:
     for part in results.committed(commit):
         if len(part.inputs) > 1:
             found.setdefault(results.plan.members[part.reducer].peer, []).append(part)
+    return found
+
+
+def means_by_hub(commit: Commit, results: Results) -> dict[str, list[Part]]:
+    """Return the committed parts with a mean of a cell, by the hub that made it."""
+    found: dict[str, list[Part]] = {}
+    for part in results.committed(commit):
+        included = set(results.contributors(part)) if part.summing else set[int]()
+        for hub in part.summing:
+            if included.intersection(part.in_cell(hub)):
+                found.setdefault(results.plan.members[hub].peer, []).append(part)
     return found
 
 

@@ -11,6 +11,7 @@ from blake3 import blake3
 from spes_p2p.storage.mapped import released
 from spes_p2p.storage.threads import in_threads, spans
 
+DIGEST_BYTES = 32
 PIECE_ELEMENTS = 2**16
 """float32 elements in a piece: 256 KiB."""
 PIECES_PER_BATCH = 16

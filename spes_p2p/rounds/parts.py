@@ -103,6 +103,10 @@ class Part:
         """Return the contributors in the cell of this hub."""
         return tuple(i for i in self.contributors if self.cell_of[i] == self.cell_of[hub])
 
+    def of_cell(self, hub: int) -> Part:
+        """Return what a hub sums for its cell, as a part that the hub reduces."""
+        return replace(self, contributors=self.in_cell(hub), reducer=hub, hubs=(), summing=(), cell_of=())
+
 
 def part_elements(codec: Codec, part_bytes: int = PART_BYTES) -> int:
     """Return the maximum number of elements of a part that is encoded in at most `part_bytes`."""

@@ -8,7 +8,7 @@ reducer did something else. A check therefore needs no residual, and does not de
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 
 import numpy as np
@@ -18,10 +18,11 @@ from spes_p2p.consensus.signed import read_signed
 from spes_p2p.errors import Refused
 from spes_p2p.messages.refusals import Code
 from spes_p2p.messages.rounds import Inputs, Pushed, Update
-from spes_p2p.rounds.digest import content_digest
+from spes_p2p.rounds.digest import DIGEST_BYTES, content_digest
 from spes_p2p.rounds.influence import Contribution, clipped_mean
 from spes_p2p.rounds.parts import Part, from_mask, mask_bytes, weight
-from spes_p2p.rounds.planned import Member
+from spes_p2p.rounds.plan import MAX_TOKENS
+from spes_p2p.rounds.planned import Member, Plan
 from spes_p2p.rounds.results import Results
 
 TOLERANCE = np.float32(2.25)
@@ -30,48 +31,60 @@ is at most a fourteenth larger because of it (in `ternary` it may be more: then 
 SLACK, TINY = np.float32(2**-20), np.float32(2e-36)
 """The same for float32 rounding, as a share of the part's largest value; and for values that a codec takes for zero."""
 
+NO_MEANS: Mapping[int, tuple[int, ...]] = {}
 LARGEST_UPDATE = 2.0**64
 """So that the mean of updates is finite, and stays so when it is rounded."""
 
 Decode = Callable[[], np.ndarray]
 
 
-def weight_of(part: Part, members: Sequence[Member], sender: int, tokens: int, clips: bool) -> int:
-    """Return the weight of an update, or of a cell's mean: its tokens, with `clips` at most those in the plan."""
-    behind = part.in_cell(sender) if part.summing else (sender,)
+def behind_means(updates: Mapping[int, Update]) -> dict[int, tuple[int, ...]]:
+    """Return the contributors that the means of cells among these updates name, by hub."""
+    return {i: from_mask(each.members) for i, each in updates.items() if each.members}
+
+
+def weight_of(part: Part, members: Sequence[Member], behind: Iterable[int], tokens: int, clips: bool) -> int:
+    """Return the weight of an update, or of a cell's mean: its tokens, with `clips` at most those in the plan.
+
+    `behind`: the members whose work it contains.
+    """
     return min(tokens, sum(weight(members[i], part.group) for i in behind)) if clips else tokens
 
 
-def may_be_summed(part: Part, update: bytes | memoryview) -> bool:
-    """Return whether a reducer takes the values of an encoded update, or of a cell's mean, which was bounded before."""
-    return part.codec.is_valid(update, part.size) if part.summing else part.codec.is_valid(update, part.size, LARGEST_UPDATE)
+def may_be_summed(part: Part, sender: int, update: bytes | memoryview) -> bool:
+    """Return whether a reducer takes the values of an encoded update; a cell's mean may be longer than all by a rounding."""
+    return part.codec.is_valid(update, part.size, LARGEST_UPDATE * (2 if sender in part.summing else 1))
 
 
 def check_contributors(update: Update, part: Part, sender: int, members: int) -> None:
-    """Raise Refused unless a hub names contributors of its own cell under its mean, and others name none."""
-    if not part.summing:
-        fits = not update.members and not update.clipped
+    """Raise Refused unless a hub names inputs and contributors of its own cell under its mean, and others name none."""
+    if sender not in part.summing:
+        fits = not (update.members or update.clipped or update.inputs)
     else:
         named, clipped = set(from_mask(update.members)), set(from_mask(update.clipped))
         widths = {len(update.members), len(update.clipped)}
         fits = widths == {mask_bytes(members)} and bool(named) and clipped <= named <= set(part.in_cell(sender))
+        fits &= len(update.inputs) == DIGEST_BYTES
     if not fits:
         raise Refused(Code.MALFORMED, f"part {part.index} cannot have these contributors")
 
 
 def make_mean(
-    part: Part, members: Sequence[Member], updates: Mapping[int, tuple[int, Decode]], mean: np.ndarray, clips: bool
+    part: Part, members: Sequence[Member], updates: Mapping[int, tuple[int, Decode]], mean: np.ndarray, clips: bool,
+    behind: Mapping[int, tuple[int, ...]] = NO_MEANS,
 ) -> set[int]:
     """Write the clipped, token-weighted mean of a part to `mean`; return the members whose updates were clipped.
 
     Means of cells are not clipped: their hubs have clipped, and cells differ in the number of contributors.
 
-    `updates`: tokens and decoder, by member. They are summed in the order of the members, which matters to the bits.
+    `updates`: tokens and decoder, by member. They are summed in the order of the members, which matters to the bits. `behind`:
+    see `behind_means`.
     """
     order = sorted(updates)
     found = [
         Contribution(
-            weight_of(part, members, i, tokens, clips), decode, members[i].standing, tokens if members[i].is_stranger else 0
+            weight_of(part, members, behind.get(i, (i,)), tokens, clips), decode, members[i].standing,
+            tokens if members[i].is_stranger else 0,
         )
         for i, (tokens, decode) in sorted(updates.items())
     ]
@@ -113,9 +126,10 @@ def to_residual(part: Part, mean: np.ndarray, residual: np.ndarray | None, decod
 
 
 def inputs_digest(updates: Mapping[int, Update]) -> bytes:
-    """Return the digest of a mean's inputs, 32 bytes, as manifests name it. `updates`: by member."""
+    """Return the digest of a mean's inputs, as manifests and means of cells name it. `updates`: by member."""
     return content_digest(b"".join(
-        i.to_bytes(4, "little") + each.tokens.to_bytes(8, "little") + each.digest for i, each in sorted(updates.items())
+        i.to_bytes(4, "little") + each.tokens.to_bytes(8, "little") + each.digest + each.members + each.inputs
+        for i, each in sorted(updates.items())
     ))
 
 
@@ -124,21 +138,42 @@ def read_inputs(inputs: Inputs, part: Part, results: Results, identity: Identity
 
     Raises Refused unless each contributor signed its update, and the manifest names exactly these.
     """
-    named, found, members = set(results.contributors(part)), dict[int, Update](), results.plan.members
-    senders = [hub for hub in part.summing if named.intersection(part.in_cell(hub))] if part.summing else sorted(named)
-    if len(inputs.updates) != len(senders):
-        raise Refused(Code.NOT_PROVEN, "the inputs of other contributors than the manifest names")
-    for i, signed in zip(senders, inputs.updates, strict=True):
-        pushed = read_signed(Pushed, signed, identity)
-        own = [update for update in pushed.updates if update.part == part.index]
-        if signed.peer != members[i].peer or pushed.plan != results.plan.id or len(own) != 1:
-            raise Refused(Code.NOT_PROVEN, f"no update of part {part.index} that its contributor signed")
-        check_contributors(own[0], part, i, len(members))
-        found[i] = own[0]
-    if part.summing and {j for each in found.values() for j in from_mask(each.members)} != named:
+    named = set(results.contributors(part))
+    senders = [i for i in part.inputs if named.intersection(part.in_cell(i) if i in part.summing else (i,))]
+    found = _signed_updates(inputs, part, senders, results.plan, identity)
+    behind = behind_means(found)
+    if {j for i in found for j in behind.get(i, (i,))} != named:
         raise Refused(Code.NOT_PROVEN, "the inputs of other contributors than the manifest names")
     if inputs_digest(found) != results.inputs_of(part):
         raise Refused(Code.NOT_PROVEN, f"other inputs of part {part.index} than the manifest names")
+    return found
+
+
+def read_cell_inputs(inputs: Inputs, part: Part, hub: int, mean: Update, plan: Plan, identity: Identity) -> dict[int, Update]:
+    """Return the updates behind a cell's mean of a part, by member. `mean`: what its hub signed.
+
+    Raises Refused unless each contributor signed its update, and the mean names exactly these.
+    """
+    found = _signed_updates(inputs, part.of_cell(hub), from_mask(mean.members), plan, identity)
+    if inputs_digest(found) != mean.inputs:
+        raise Refused(Code.NOT_PROVEN, f"other inputs of part {part.index} than its hub names")
+    return found
+
+
+def _signed_updates(
+    inputs: Inputs, part: Part, senders: Sequence[int], plan: Plan, identity: Identity
+) -> dict[int, Update]:
+    """Return the updates of a part that these members signed, by member. Raises Refused if they did not."""
+    if len(inputs.updates) != len(senders):
+        raise Refused(Code.NOT_PROVEN, "the inputs of other contributors than are named")
+    found = dict[int, Update]()
+    for i, signed in zip(senders, inputs.updates, strict=True):
+        pushed = read_signed(Pushed, signed, identity)
+        own = [update for update in pushed.updates if update.part == part.index]
+        if signed.peer != plan.members[i].peer or pushed.plan != plan.id or len(own) != 1:
+            raise Refused(Code.NOT_PROVEN, f"no update of part {part.index} that its contributor signed")
+        check_contributors(own[0], part, i, len(plan.members))
+        found[i] = own[0]
     return found
 
 
@@ -148,12 +183,21 @@ def is_wrong(
     updates: Mapping[int, tuple[int, bytes | memoryview]],
     result: bytes | memoryview,
     clips: bool,
+    behind: Mapping[int, tuple[int, ...]] = NO_MEANS,
 ) -> bool:
-    """Return whether an encoded result is not what its inputs give. `updates`: tokens and encoded update, by member."""
+    """Return whether an encoded result is not what its inputs give.
+
+    `updates`: tokens and encoded update, by member. `behind`: see `behind_means`.
+    """
     mean = np.empty(part.size, np.float32)
     decoders = {i: (tokens, partial(part.codec.decode, body, part.size)) for i, (tokens, body) in updates.items()}
-    make_mean(part, members, decoders, mean, clips)
+    make_mean(part, members, decoders, mean, clips, behind)
     return is_far(part, mean, part.codec.decode(result, part.size))
+
+
+def tokens_behind(part: Part, members: Sequence[Member], updates: Mapping[int, Update], clips: bool) -> int:
+    """Return the tokens of a cell's mean of these updates, by member."""
+    return min(MAX_TOKENS, sum(weight_of(part, members, (i,), each.tokens, clips) for i, each in updates.items()))
 
 
 def is_far(part: Part, mean: np.ndarray, decoded: np.ndarray) -> bool:
