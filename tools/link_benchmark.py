@@ -42,8 +42,6 @@ from spes_p2p.testing.virtual_loop import run_virtual
 
 PROGRAM = Path(__file__).with_name("link_member.py")
 CASES = ("overlap", "even", "uneven", "regions", "predicted")
-SITE = 8
-PEERS, PREDICTED_PHASE_S = 24, 20.0
 PAYLOAD = 1448 / 1514
 """Share of a line that TCP leaves to what it carries: of an Ethernet frame, without headers and time stamps. The simulator's
 network has none."""
@@ -66,9 +64,12 @@ def main() -> int:
     parser.add_argument("--region-megabytes", type=int, default=60, help="fp32 state in `regions` (default 60)")
     parser.add_argument("--region-mbit", type=float, nargs=2, default=(100.0, 5.0), metavar=("INSIDE", "BETWEEN"),
                         help="bandwidth of each peer and of the line between the sites in `regions` (default 100 5)")
+    parser.add_argument("--region-peers", type=int, default=8, help="peers of each site in `regions` (default 8)")
     parser.add_argument("--predicted-megabytes", type=int, default=8, help="fp32 state in `predicted` (default 8)")
     parser.add_argument("--predicted-mbit", type=float, nargs="+", default=(4.0, 2.0, 1.0),
                         help="bandwidths in `predicted`, of as many peers each (default 4 2 1)")
+    parser.add_argument("--predicted-peers", type=int, default=24, help="peers in `predicted` (default 24)")
+    parser.add_argument("--predicted-phase", type=float, default=20.0, help="seconds per phase in `predicted` (default 20)")
     parser.add_argument("--folder", type=Path, default=Path("/dev/shm"), help="where run-dirs are made and removed")
     arguments = parser.parse_args()
     why = why_unavailable()
@@ -127,18 +128,19 @@ def line_case(arguments: argparse.Namespace, uneven: bool) -> Report:
 def regions_case(arguments: argparse.Namespace) -> Report:
     """Measure what crosses the line between two sites in each round; in the first one nobody knows the lines."""
     inside, between = (1e6 / 8 * mbit for mbit in arguments.region_mbit)
+    site = arguments.region_peers
     elements = arguments.region_megabytes * 10**6 // 4
     spec = {
         "elements": elements, "phase_s": 0.5, "owned": 1, "codec": arguments.codec,
-        "sync": {"min_peers": 2 * SITE}, "latency_s": 0.0,
+        "sync": {"min_peers": 2 * site}, "latency_s": 0.0,
     }
     codec = CODECS[arguments.codec]
     shared, expert = (codec.encoded_bytes(size) for size in tensor_sizes(elements))
-    names, machines, rounds = [f"peer-{i}" for i in range(2 * SITE)], Namespaces(), list[Report]()
+    names, machines, rounds = [f"peer-{i}" for i in range(2 * site)], Namespaces(), list[Report]()
     try:
         for name in ("bootstrap", *names):
             machines.add(name, inside)
-        machines.partition(names[SITE:])
+        machines.partition(names[site:])
         machines.join_sides(between)
         with tempfile.TemporaryDirectory(prefix="bench-", dir=arguments.folder) as place, started() as start:
             rules = {**spec, "folder_of": place}
@@ -146,7 +148,7 @@ def regions_case(arguments: argparse.Namespace) -> Report:
             known = {"addresses": [found["address"]], "genesis": found["genesis"]}
             members = [start("ours", i, machines, {**rules, **known}, name) for i, name in enumerate(names)]
             first = [member.next_report() for member in members]
-            sides = [{report["peer"] for report in first[:SITE]}, {report["peer"] for report in first[SITE:]}]
+            sides = [{report["peer"] for report in first[:site]}, {report["peer"] for report in first[site:]}]
             owners, crossed = first[0]["owners"], machines.crossed_bytes()
             for report in reports_until(members[0], arguments.rounds):
                 copies = [shared + expert * sum(not side.isdisjoint(its) for its in owners) for side in sides]
@@ -164,16 +166,16 @@ def regions_case(arguments: argparse.Namespace) -> Report:
 
 def predicted_case(arguments: argparse.Namespace) -> Report:
     """Measure the rounds of peers on shaped lines, and those that the simulator predicts for them."""
-    speeds = arguments.predicted_mbit
-    lines = {f"peer-{i}": speeds[i % len(speeds)] for i in range(PEERS)}
+    speeds, count, phase_s = arguments.predicted_mbit, arguments.predicted_peers, arguments.predicted_phase
+    lines = {f"peer-{i}": speeds[i % len(speeds)] for i in range(count)}
     spec = {
-        "elements": arguments.predicted_megabytes * 10**6 // 4, "phase_s": PREDICTED_PHASE_S, "owned": 1,
-        "codec": arguments.codec, "sync": {"min_peers": PEERS}, "latency_s": UNEVEN_LATENCY_S,
+        "elements": arguments.predicted_megabytes * 10**6 // 4, "phase_s": phase_s, "owned": 1,
+        "codec": arguments.codec, "sync": {"min_peers": count}, "latency_s": UNEVEN_LATENCY_S,
     }
     found = {}
     predicted = run_virtual(simulated(spec, lines, arguments.rounds))
     for kind, rounds in (("predicted", predicted), ("real", run(spec, lines, arguments))):
-        found[kind] = summary(rounds, lines, PREDICTED_PHASE_S)
+        found[kind] = summary(rounds, lines, phase_s)
         print(f"{kind}: {found[kind]}", file=sys.stderr)
     ratios = {of: round(found["real"][of] / found["predicted"][of], 3) for of in ("seconds_per_round", "round_without_phase_s")}
     tcp = Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text().strip()
