@@ -26,6 +26,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spes_p2p.errors import Refused, UserError
+from spes_p2p.messages.admission import Standing
 from spes_p2p.messages.codec import pack
 from spes_p2p.messages.framing import Kind
 from spes_p2p.messages.methods import PULL, PUSH
@@ -49,6 +50,11 @@ from spes_p2p.testing.simulate.swarm import VirtualSwarm, campaign, simulate
 
 WIDE = Layout([TensorSpec("embed", (2**10, 2**8), "shared")] + [
     TensorSpec(f"experts.{e}.down_proj", (2**7, 2**6), "expert", 0, e) for e in range(16)
+])
+
+
+WIDE_OF_4 = Layout([TensorSpec("embed", (2**9, 2**8), "shared"), TensorSpec("gate", (4, 2**8), "router", 0)] + [
+    TensorSpec(f"experts.{e}.down_proj", (2**7, 2**6), "expert", 0, e) for e in range(4)
 ])
 
 
@@ -95,11 +101,49 @@ def test_several_owners_of_an_expert_push_it_themselves_to_few_and_hubs_hand_on_
     assert max(sent) < 1.3 * sum(sent) / 256
 
 
-def test_a_round_of_few_members_or_with_strangers_has_no_cells() -> None:
-    members = members_of(FLAT_MEMBERS + 1)
-    assert not any(part.hubs for part in part_table(LAYOUT, members[:-1], codecs("int4"), PART_BYTES))
-    strange = (*members[:-1], replace(members[-1], standing="proven"))
-    assert not any(part.hubs for part in part_table(LAYOUT, strange, codecs("int4"), PART_BYTES))
+def test_a_round_of_few_members_or_of_few_strangers_that_can_be_hubs_has_no_cells() -> None:
+    for members in (members_of(FLAT_MEMBERS), open_members(30, 3), open_members(4, 36, newcomers=31), open_members(0, 40)):
+        assert not any(part.hubs for part in part_table(LAYOUT, members, codecs("int4"), PART_BYTES))
+
+
+def open_members(vouched: int, strangers: int, newcomers: int = 0, experts: int = 4) -> tuple[Member, ...]:
+    """Members of an open campaign; each expert has a vouched owner and a stranger."""
+    members = list(members_of(vouched + strangers, 0))
+    for i, each in enumerate(members):
+        standing: Standing = "vouched" if i < vouched else "newcomer" if i < vouched + newcomers else "proven"
+        owns = i % max(1, vouched) if i < vouched else i - vouched
+        members[i] = replace(each, standing=standing, routed=tuple(5 * (e == owns) for e in range(experts)))
+    return tuple(members)
+
+
+@pytest.mark.parametrize(("vouched", "strangers", "newcomers"), [(5, 200, 32), (2, 40, 10), (8, 1000, 100)])
+def test_vouched_reducers_exchange_with_one_hub_of_each_cell_of_strangers(vouched: int, strangers: int, newcomers: int) -> None:
+    members, cell_count = open_members(vouched, strangers, newcomers), math.isqrt(strangers)
+    parts = part_table(WIDE_OF_4, members, codecs("int4"), 2**11)
+    assert {part.reducer for part in parts} == set(range(vouched))
+    for part in parts:
+        assert all(members[hub].standing == "proven" for hub in part.hubs)
+        assert part.group.kind == "expert" or len(part.summing) == cell_count
+    met = neighbours(parts, len(members))
+    columns = math.ceil((strangers - newcomers) // cell_count / vouched)
+    assert max(len(met[i]) for i in range(vouched)) <= vouched - 1 + cell_count * columns + 4
+    assert max(len(met[i]) for i in range(vouched, len(members))) <= 2 * cell_count + vouched + 2
+    up, down = traffic(parts, len(members))
+    size = sum(part.encoded_bytes for part in parts)
+    assert max(up[:vouched]) < 1.3 * size * (vouched + cell_count) / vouched
+    assert max(up[vouched:]) < 2.5 * size + max(up[:vouched]) / 10
+    assert sum(up) == sum(down)
+
+
+def test_lots_draw_who_meets_whom_among_strangers_with_lines_alike() -> None:
+    members = tuple(replace(m, bandwidth=1e6 * (1 + 3 * (i % 2))) for i, m in enumerate(open_members(3, 60)))
+    rng = random.Random(0)
+    found = [make_cells(tuple(replace(m, lot=rng.randbytes(4)) for m in members), range(3)) for _ in range(2)]
+    assert found[0] != found[1]
+    for each in found:
+        assert each is not None
+        alike = [len({members[hub].bandwidth for hub in column}) for column in each.columns]
+        assert sum(count > 1 for count in alike) <= 1
 
 
 @given(
@@ -185,14 +229,26 @@ def large_plan(count: int = 40) -> Plan:
     return make_plan_of(members)
 
 
+def open_plan() -> Plan:
+    """A large round of an open campaign, in which a stranger that cannot be dialled owns an expert alone."""
+    members = list(open_members(3, 40, newcomers=8))
+    members[11] = replace(members[11], routed=(0, 9, 0, 0))
+    members[3] = replace(members[3], bandwidth=0.0)
+    members[42] = replace(members[42], bandwidth=0.0, routed=(0, 0, 0, 9))
+    return make_plan_of(replace(m, routed=(*m.routed[:3], m.routed[3] * (i == 42))) for i, m in enumerate(members))
+
+
 def base() -> np.ndarray:
     return np.random.default_rng(99).standard_normal(LAYOUT.size, np.float32)
 
 
+@pytest.mark.parametrize("make_plan", [large_plan, open_plan])
 @pytest.mark.parametrize(("codec", "rounding"), [("none", 0.0), ("int8", 1 / 127), ("int4", 1 / 7)])
-def test_the_new_base_is_the_weighted_mean_and_bit_identical_everywhere(codec: str, rounding: float) -> None:
+def test_the_new_base_is_the_weighted_mean_and_bit_identical_everywhere(
+    codec: str, rounding: float, make_plan: Callable[[], Plan]
+) -> None:
     async def main() -> None:
-        plan = large_plan()
+        plan = make_plan()
         updates = random_updates(plan)
         played = await Round.open(plan, updates, codec)
         await played.run()
@@ -229,10 +285,13 @@ def test_peers_open_streams_with_their_neighbours_only() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("codec", ["none", "fp16", "int8", "int4"])
-def test_over_rounds_the_base_moves_by_all_that_was_trained_but_for_pending_and_residuals(codec: str) -> None:
+@pytest.mark.parametrize("make_plan", [large_plan, open_plan])
+@pytest.mark.parametrize("codec", ["none", "fp16", "int8", "int4", "sparse"])
+def test_over_rounds_the_base_moves_by_all_that_was_trained_but_for_pending_and_residuals(
+    codec: str, make_plan: Callable[[], Plan]
+) -> None:
     async def main() -> None:
-        trained, accounted = await trained_and_accounted(large_plan(), codec, 3, base())
+        trained, accounted = await trained_and_accounted(make_plan(), codec, 3, base())
         np.testing.assert_allclose(accounted, trained, rtol=0, atol=1e-4)
 
     simulate(main)

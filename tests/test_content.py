@@ -41,7 +41,6 @@ from spes_p2p.data.shelf import TokenShelf
 from spes_p2p.errors import Refused, UserError
 from spes_p2p.messages.codec import pack, unpack
 from spes_p2p.messages.content import PIECES_PER_REQUEST, ContentKind, PiecesRequest
-from spes_p2p.messages.fields import MAX_MEMBERS
 from spes_p2p.messages.framing import Kind
 from spes_p2p.messages.refusals import Code
 from spes_p2p.messages.rounds import Manifest
@@ -49,6 +48,7 @@ from spes_p2p.net.limits import limited_line
 from spes_p2p.net.rpc import STALLED_SILENCES, RpcEndpoint
 from spes_p2p.peer.checking import Checking
 from spes_p2p.peer.kept_results import KeptResults
+from spes_p2p.peer.proofs import update_piece
 from spes_p2p.rounds.codecs import CODECS, GroupCodecs
 from spes_p2p.rounds.digest import PIECE_ELEMENTS, content_digest, piece_digests
 from spes_p2p.rounds.parts import to_mask
@@ -147,15 +147,14 @@ def updates_case(folder: Path) -> Case:
     """The inputs of means that are in proofs, by which other peers check them again."""
     plan, members = "9" * 64, 3
     places = [divmod(place, members) for place in range(PIECES)]
-    updates = {place: random.Random(str(place)).randbytes(2000) for place in places}
-    pieces = {part * MAX_MEMBERS + m: body for (part, m), body in updates.items()}
+    pieces = {update_piece(part, m): random.Random(f"{part} {m}").randbytes(2000) for part, m in places}
 
     class ProofsOf:
         async def serve(self, server: ContentServer) -> None:
             pass
 
-        def body(self, name: str, part: int, m: int) -> Body | None:
-            return updates.get((part, m)) if name == plan else None
+        def body(self, name: str, piece: int) -> Body | None:
+            return pieces.get(piece) if name == plan else None
 
     def serve(endpoint: RpcEndpoint, server: ContentServer) -> Any:
         node: Any = SimpleNamespace(endpoint=endpoint, content=server)

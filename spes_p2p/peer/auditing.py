@@ -38,6 +38,7 @@ from spes_p2p.peer.phases import PhaseRunner
 from spes_p2p.peer.replica import Applied, Replica
 from spes_p2p.rounds.accounting import MAX_PENDING_ROUNDS
 from spes_p2p.rounds.audits import (
+    AUDITED_IN_CELLS,
     AUDITED_PARTS,
     KEPT_MOMENTS_ROUNDS,
     REPORT_ROUNDS,
@@ -231,8 +232,9 @@ class Auditing:
         """
         plan, found = applied.plan, []
         me, member = plan.index(self._node.peer_id), plan.index(peer)
+        assert member is not None
         for part in applied.results.parts:
-            is_mine = part.reducer == me and part.group.expert is None
+            is_mine = part.reducer == me and part.group.expert is None and part.hub_of(member) not in part.summing
             inputs = self._exchanges.inputs_of(plan.id, part.index) if is_mine else None
             if inputs is not None and member in inputs:
                 found.append((part, inputs[member].body))
@@ -250,20 +252,23 @@ class Auditing:
             self._conclude(case, Score(0))
 
     async def _fetch_updates(self, case: Case) -> tuple[tuple[Part, Body], ...]:
-        """Fetch some of the member's updates from the peers that reduced them: of shared weights and router, at random.
+        """Fetch some of the member's updates from the peers that summed them: of shared weights and router, at random.
 
-        The member knew who reduces what when it sent them.
+        The member knew who sums what when it sent them.
         """
         results, found = case.results, []
         member, me = results.plan.index(case.peer), results.plan.index(self._node.peer_id)
+        assert member is not None
         parts = [
             part for part in results.parts
-            if part.group.expert is None and part.reducer != me and member in results.contributors(part)
+            if part.group.expert is None and member in results.contributors(part)
+            and (part.reducer != me or part.hub_of(member) in part.summing)
         ]
         self._node.world.rng.shuffle(parts)
         for kind in ("shared", "router"):
-            for part in [part for part in parts if part.group.kind == kind][:AUDITED_PARTS]:
-                assert member is not None
+            of_kind = [part for part in parts if part.group.kind == kind]
+            count = AUDITED_IN_CELLS if any(part.hub_of(member) in part.summing for part in of_kind) else AUDITED_PARTS
+            for part in of_kind[:count]:
                 with contextlib.suppress(PeerUnreachable, Refused, WireError):
                     found.append((part, await self._checking.update_of(results, part, member)))
         return tuple(found)

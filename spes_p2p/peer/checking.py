@@ -32,7 +32,7 @@ from spes_p2p.peer.kept_inputs import Input
 from spes_p2p.peer.kept_results import MAX_CONCURRENT_UPLOADS
 from spes_p2p.peer.node import Node
 from spes_p2p.peer.proofs import Proofs, read_piece, update_piece
-from spes_p2p.rounds.audits import AUDITED_PARTS, are_audited, auditor_of, auditors
+from spes_p2p.rounds.audits import AUDITED_IN_CELLS, are_audited, auditor_of, auditors
 from spes_p2p.rounds.checks import (
     IN_REGION,
     checkers,
@@ -96,7 +96,9 @@ class Checking:
             try:
                 proof = await proof_of(commit, results, checked, part)
                 donors = [checked, results.plan.members[part.reducer].peer]
-                if proof is not None and await self._proofs.holds(proof, list(dict.fromkeys(donors))):
+                own = self._exchanges.inputs_of(commit.plan, part.index) or {}
+                known = {update_piece(part.index, i): bytes(each.body) for i, each in own.items()}
+                if proof is not None and await self._proofs.holds(proof, list(dict.fromkeys(donors)), known):
                     is_wrong = True
                     everybody = sorted(commit.participants - {self._node.peer_id, checked})
                     await self._proofs.tell(proof, everybody)
@@ -208,7 +210,7 @@ class Checking:
         asked = of_plan.get(stream.remote, set()) | {(request.part, request.of_cell)}
         most = 1 + math.ceil(expected_checks(self._exchanges.count_of_inputs(request.plan), 1, IN_REGION))
         checked = [peer for peer, by in checkers(commit, self._rule).items() if by == stream.remote]
-        if len(asked) > most * max(1, len(checked)) + AUDITED_PARTS * len(auditors(commit)):
+        if len(asked) > most * max(1, len(checked)) + AUDITED_IN_CELLS * len(auditors(commit)):
             raise Refused(Code.NOT_ALLOWED, "that is more than a check needs")
         self._asked = {plan: by for plan, by in self._asked.items() if self._exchanges.count_of_inputs(plan)}
         self._asked[request.plan] = of_plan | {stream.remote: asked}

@@ -42,6 +42,7 @@ logger = logging.getLogger(__name__)
 HELD_PROOFS = 8
 """Bounds the proofs, with their updates, that a peer keeps for others. One that is dropped is found again by a later check."""
 MAX_CONCURRENT_SENDS = 8
+NONE_KNOWN: Mapping[int, Body] = {}
 
 
 @dataclass(frozen=True)
@@ -113,10 +114,11 @@ class Proofs:
             if held is None or held.peer != accused.peer or not self._counts(held):
                 raise Refused(Code.NOT_PROVEN, f"no proof that {accused.peer[-6:]} made a wrong mean")
 
-    async def holds(self, proof: WrongSum, donors: Sequence[str]) -> bool:
+    async def holds(self, proof: WrongSum, donors: Sequence[str], known: Mapping[int, Body] = NONE_KNOWN) -> bool:
         """Return whether the result, or the cell's mean, is not what its inputs give, and keep a proof that holds.
 
-        `donors`: peers that have the updates. Raises Refused for what is no proof, PeerUnreachable when a piece is missing.
+        `donors`: peers that have the updates. `known`: some of these, by `update_piece`. Raises Refused for what is no proof,
+        PeerUnreachable when a piece is missing.
         """
         if proof.id in self._held:
             return True
@@ -129,7 +131,7 @@ class Proofs:
             raise Refused(Code.NOT_PROVEN, f"part {proof.part} of round {proof.round} is no mean")
         plan, updates = results.plan, read_inputs(proof.inputs, part, results, self._world.identity)
         if proof.cell is None:
-            bodies = await self._bodies(plan, part, updates, donors, of_cell=False)
+            bodies = await self._bodies(plan, part, updates, donors, known, of_cell=False)
             result, says = await self._kept.result(results, part, self._fetcher, donors), None
         else:
             hub = proof.cell.hub
@@ -137,9 +139,9 @@ class Proofs:
                 raise Refused(Code.NOT_PROVEN, f"part {part.index} has no mean of that hub")
             says, own = updates[hub].tokens, {hub: updates[hub]}
             updates = read_cell_inputs(proof.cell.inputs, part, hub, own[hub], plan, self._world.identity)
-            bodies = await self._bodies(plan, part, own, donors, of_cell=False)
+            bodies = await self._bodies(plan, part, own, donors, known, of_cell=False)
             result, part = bodies[update_piece(part.index, hub)], part.of_cell(hub)
-            bodies |= await self._bodies(plan, part, updates, donors, of_cell=True)
+            bodies |= await self._bodies(plan, part, updates, donors, known, of_cell=True)
         found = {i: (each.tokens, bodies[update_piece(part.index, i, says is not None)]) for i, each in updates.items()}
         wrong: bool = await self._world.run_blocking(
             is_wrong, part, plan.members, found, result, self._clips, behind_means(updates)
@@ -173,10 +175,12 @@ class Proofs:
         return is_kept and self._log.has(proof.commit, proof.round) and bool(self._log.commit_at(proof.round).plan)
 
     async def _bodies(
-        self, plan: Plan, part: Part, updates: Mapping[int, Update], donors: Sequence[str], of_cell: bool
+        self, plan: Plan, part: Part, updates: Mapping[int, Update], donors: Sequence[str], known: Mapping[int, Body],
+        of_cell: bool,
     ) -> dict[int, Body]:
         """Fetch encoded updates, by `update_piece`. Raises PeerUnreachable; Refused for values that no honest reducer takes."""
-        sender_of, found = {update_piece(part.index, i, of_cell): i for i in updates}, dict[int, Body]()
+        sender_of = {update_piece(part.index, i, of_cell): i for i in updates}
+        found: dict[int, Body] = {index: known[index] for index in sender_of if index in known}
 
         async def keep(index: int, body: Body) -> None:
             found[index] = body
@@ -184,7 +188,8 @@ class Proofs:
         def piece(index: int) -> Piece:
             return Piece(updates[sender_of[index]].digest, part.encoded_bytes)
 
-        if await self._fetcher.fetch(Content("updates", plan.id, piece), list(sender_of), [self._fetcher.peers(donors)], keep):
+        wanted = [index for index in sender_of if index not in found]
+        if await self._fetcher.fetch(Content("updates", plan.id, piece), wanted, [self._fetcher.peers(donors)], keep):
             raise PeerUnreachable(f"nobody has the updates of part {part.index}")
         for index, body in found.items():
             if len(body) != part.encoded_bytes or not may_be_summed(part, sender_of[index], body):

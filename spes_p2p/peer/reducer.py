@@ -58,6 +58,10 @@ STRANGERS_SILENCES = 3.0
 """After this many times `silence_s` in which only strangers are awaited and no sum is complete, none is waited for: after four,
 members' complaints take this reducer's parts (`StagedReports`)."""
 
+HUBS_SILENCES = 0.25
+"""A hub of strangers waits for its cell for what the lines of all others need, and this many times `silence_s`: its mean must
+come before reducers give up strangers."""
+
 ANY_RATE = 1.0
 """Bytes per second, for a sender that counts as stalled only when nothing comes."""
 
@@ -145,7 +149,7 @@ class Reducer:
     async def run(self) -> None:
         """Make all sums: each when its last update arrives or the sender is lost. Then write the manifest."""
         clock, detector = asyncio.get_running_loop().time, self.context.endpoint.detector
-        started, me = clock(), self.context.me
+        started, me, silence_s = clock(), self.context.me, self.context.endpoint.silence_s
         known, names = trusted(self.context.plan.members), self.context.names
         strangers, known = set(range(len(names))) - known, known - self._hubs  # a hub waits for its cell
         half, half_at, due, looked_at = len(known & self._awaited_now() | {me}) / 2, math.inf, math.inf, started
@@ -164,7 +168,7 @@ class Reducer:
                 due_s = started + self.context.trusted_s - clock() if wait is None else wait.left_s()
                 if (late_s := due - clock()) > EARLY_S and wait is None:
                     due_s = min(late_s, due_s) if due_s > EARLY_S else late_s
-                waits_s = self.context.endpoint.silence_s / 4
+                waits_s = silence_s / 4
                 with contextlib.suppress(asyncio.TimeoutError):
                     await asyncio.wait_for(self._news.wait(), min(waits_s, due_s) if due_s > EARLY_S else waits_s)
                 waited_s = clock() - started
@@ -180,7 +184,9 @@ class Reducer:
                 if wait is not None and not awaited:
                     wait.end(is_in_vain=False, at=self._counted_at)
                     wait = None
-                alone_at = (alone_at or clock()) if awaited and awaited <= strangers else None
+                if self._cells and me in strangers and waited_s >= self.context.trusted_s + HUBS_SILENCES * silence_s:
+                    lost |= strangers
+                alone_at = (alone_at or clock()) if awaited and awaited <= strangers and not self._cells else None
                 if wait is None and alone_at is not None and waited_s >= self.context.trusted_s - EARLY_S:
                     wait = self._begin_wait(waited_s)
                 if (wait is not None and not wait.left_s()) or (alone_at is not None and self._is_quiet_since(alone_at)):
@@ -354,7 +360,7 @@ class Reducer:
         several = len(part.inputs) > 1
         if own is not None:  # like all others, so that a member that checks the mean needs nothing else
             updates[me] = Input(own.update, self.inputs.store(part, me, own.body) if several else memoryview(own.body))
-        if is_unwatched(self.context.plan.members, part.group, updates):
+        if part.index in self._mine and is_unwatched(self.context.plan.members, part.group, _contributors(updates)):
             updates = {}
         if updates and several:
             mean = await self.context.run_blocking(self.encode_mean, part, updates)
@@ -441,6 +447,12 @@ def _cell_sums(context: ExchangeContext) -> dict[int, Part]:
 
 def _updates(inputs: Mapping[int, Input]) -> dict[int, Update]:
     return {i: each.update for i, each in inputs.items()}
+
+
+def _contributors(inputs: Mapping[int, Input]) -> set[int]:
+    """Return the members whose work these updates and means of cells contain."""
+    behind = behind_means(_updates(inputs))
+    return {j for i in inputs for j in behind.get(i, (i,))}
 
 
 def _union(masks: Collection[bytes]) -> bytes:

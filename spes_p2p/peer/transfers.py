@@ -201,6 +201,7 @@ class Transfers:
             for each in await self._update.encode(next_batch(waiting)):
                 if not pulls(each.part, me):
                     self.context.put(each.part, self._revision, each.body)
+                    self._serving.settle(each.part.index)
                 unsigned = await self._send_update(stream, each.update, each.body, unsigned)
                 self._bytes_to[reducer] += len(each.body)
         for part in parts:

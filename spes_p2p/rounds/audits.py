@@ -28,8 +28,9 @@ REPORT_ROUNDS = 8
 """An audit is reported at most this many rounds after the one that drew it: all know `commit_log.RECENT` commits."""
 KEPT_MOMENTS_ROUNDS = 4
 """A member that is drawn keeps its moments for this many rounds."""
-AUDITED_PARTS = 2
-"""Parts that an auditor fetches from other reducers, of an update of shared weights and of the router each."""
+AUDITED_PARTS, AUDITED_IN_CELLS = 2, 8
+"""Parts that an auditor fetches from other reducers, of an update of shared weights and of the router each; more in a round
+with cells, in which hubs have what members push, and the auditor nothing."""
 CONVICTING_AUDITORS = 2
 """Auditors that must fail a member, so that no single one can harm it."""
 LEAST_SHARED = 0.9, 0.75

@@ -7,6 +7,9 @@ column: its hubs sum the updates of their cells, the part's reducer, which is on
 way back. With N members in G cells of N / G a member sends its update of S bytes within its cell, and hubs send what they
 summed, S G / N each: S (1 - G / N) + S (G / N) (1 - 1 / G) = S (1 - 1 / N), as much as without cells. It has N / G - 1
 neighbours in its cell and as a hub G - 1 in its column, fewest for G = sqrt(N): 30 instead of 255 with 256 members.
+
+In a round with strangers only these have cells, with strangers past probation as hubs. The others exchange with reducers, which
+sum their updates and one mean of each cell, and bound what such a mean can do (`influence.py`).
 """
 
 from __future__ import annotations
@@ -31,7 +34,7 @@ class Cells:
     """A division of a round's members."""
 
     of: tuple[int, ...]
-    """Each member's cell."""
+    """Each member's cell, or NO_CELL."""
     columns: tuple[tuple[int, ...], ...]
     """Hubs, `[columns][cells]`."""
 
@@ -40,16 +43,21 @@ class Cells:
         """Members of the largest cell."""
         return max(self.of.count(cell) for cell in set(self.of))
 
+    @property
+    def ends(self) -> int:
+        """Members that get results from reducers: those of no cell, and one hub of each cell."""
+        return self.of.count(NO_CELL) + len(self.columns[0])
+
 
 def make_cells(members: Sequence[Member], reducers: Sequence[int]) -> Cells | None:
     """Divide a round's members; None if it needs no cells. `reducers`: members that may reduce.
 
     A column is as fast as its slowest hub, so its hubs have lines alike. Lines count as alike within a factor of two, else each
     measurement would give members other neighbours. Sole owners of experts are spread over the cells: only hubs of its cell can
-    reduce what a member alone has trained. A round with strangers has no cells: nobody checks the means of hubs.
+    reduce what a member alone has trained.
     """
-    if not all(member.standing == "vouched" for member in members):
-        return None
+    if any(member.is_stranger for member in members):
+        return _of_strangers(members, reducers)
     regions = _regions(members, reducers)
     if regions is not None:
         return regions
@@ -65,6 +73,25 @@ def make_cells(members: Sequence[Member], reducers: Sequence[int]) -> Cells | No
     others = [i for i in range(len(members)) if i not in cell_of]
     cell_of.update((member, place % count) for place, member in enumerate(others))
     return Cells(tuple(cell_of[i] for i in range(len(members))), tuple(columns))
+
+
+def _of_strangers(members: Sequence[Member], reducers: Sequence[int]) -> Cells | None:
+    """Divide a large round's strangers; None if too few of them can be hubs, or if strangers reduce.
+
+    Lots draw who meets whom: no identity can be made for a place.
+    """
+    strangers = [i for i, member in enumerate(members) if member.is_stranger]
+    able = [i for i in strangers if members[i].standing == "proven" and members[i].bandwidth > 0 and not members[i].demoted]
+    count = math.isqrt(len(strangers))
+    if len(members) <= FLAT_MEMBERS or count < 2 or len(able) < count or not set(strangers).isdisjoint(reducers):
+        return None
+    order = sorted(strangers, key=lambda i: members[i].lot)
+    fastest_first = sorted((i for i in order if i in able), key=lambda i: -round(math.log2(members[i].bandwidth)))
+    columns = tuple(tuple(fastest_first[start : start + count]) for start in range(0, len(able) - count + 1, count))
+    cell_of = {hub: cell for column in columns for cell, hub in enumerate(column)}
+    others = (i for i in order if i not in cell_of)
+    cell_of.update((member, place % count) for place, member in enumerate(others))
+    return Cells(tuple(cell_of.get(i, NO_CELL) for i in range(len(members))), columns)
 
 
 def _owners_apart(members: Sequence[Member], columns: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:

@@ -83,6 +83,8 @@ class Contribution:
     """Its sender's."""
     trained: int = 0
     """Tokens that a stranger says it trained, where its weight is cut; 0: its weight. They explain the norm of its update."""
+    members: int = 1
+    """Members whose updates it is the mean of. Such a mean is no longer than their updates, and weighs as much as all."""
 
 
 def clipped_mean(contributions: Sequence[Contribution], mean: np.ndarray, clips: bool) -> tuple[int, ...]:
@@ -96,10 +98,11 @@ def clipped_mean(contributions: Sequence[Contribution], mean: np.ndarray, clips:
     judges = _judges([each.standing for each in contributions])
     updates, factors, scratch = _Updates(contributions, mean.size), [1.0] * len(tokens), np.empty_like(mean)
     weights = tokens
+    several = [each.members for each in contributions]
     if clips and (len(tokens) >= ENOUGH_TO_CLIP or len(judges) < len(tokens)):
-        bound = int(WEIGHT_RATIO * statistics.median_low(tokens[i] for i in judges))
-        tokens = [min(count, bound) for count in tokens]
-        trained = [min(max(each.trained, each.tokens), bound) for each in contributions]
+        bound = int(WEIGHT_RATIO * statistics.median_low(tokens[i] // several[i] for i in judges))
+        tokens = [min(count, bound * members) for count, members in zip(tokens, several, strict=True)]
+        trained = [min(max(each.trained, each.tokens) // each.members, bound) for each in contributions]
         square_sums = [square_sum(updates[i]) for i in range(len(tokens))]
         factors = _factors(square_sums, trained, judges, NORM_RATIO)
         tokens = [count if factor * OUTLIER_RATIO >= NORM_RATIO else 0 for count, factor in zip(tokens, factors, strict=True)]
@@ -111,7 +114,8 @@ def clipped_mean(contributions: Sequence[Contribution], mean: np.ndarray, clips:
     _write_mean(updates, weights, factors, mean, scratch)
     centred = [1.0] * len(tokens)
     if clips and len(tokens) >= ENOUGH_TO_CENTRE:
-        centred = _centre(updates, tokens, weights, judges, factors, mean, scratch)
+        each_trained = [count // members for count, members in zip(tokens, several, strict=True)]
+        centred = _centre(updates, each_trained, weights, judges, factors, mean, scratch)
     return tuple(
         i for i, each in enumerate(contributions)
         if factors[i] < 1 or centred[i] < 1 or tokens[i] < each.tokens or WEIGHT_RATIO * weights[i] < tokens[i]

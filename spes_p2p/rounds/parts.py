@@ -68,6 +68,11 @@ class Part:
         return self.stop - self.start
 
     @property
+    def ends(self) -> int:
+        """Members that get results from the reducer where only strangers have cells; see `Cells.ends`."""
+        return len(self.hubs) + self.cell_of.count(NO_CELL)
+
+    @property
     def encoded_bytes(self) -> int:
         """Bytes of an encoded update, and of the encoded result."""
         return self.codec.encoded_bytes(self.size)
@@ -160,7 +165,7 @@ def part_table(
     least max(own updates / own bandwidth, all bytes sent / all bandwidth). Members delegate if the longest time exceeds
     DELEGATION_RATIO times that bound, as long as it gets shorter.
 
-    A large round has cells: parts go to columns of hubs (`cells.py`, `_Columns`).
+    A large round has cells: parts go to columns of hubs (`cells.py`, `_Columns`, `_StrangersColumns`).
 
     If no member may reduce, there are no parts. Nor are there parts of an expert that only newcomers trained: its base keeps
     its values.
@@ -182,7 +187,11 @@ def table_of(layout: Layout, plan: PlanMembers, codecs: GroupCodecs, part_bytes:
     ]
     parts = [Part(k, group, a, b, senders, senders[0], codecs.of(group)) for k, (group, a, b, senders) in enumerate(ranges)]
     cells = make_cells(members, reducers)
-    return _flat_table(parts, _Links(members, reducers)) if cells is None else _Columns(members, cells).table(parts)
+    if cells is not None and NO_CELL not in cells.of:
+        return _Columns(members, cells).table(parts)
+    if cells is None:
+        return _flat_table(parts, _Links(members, reducers, len(members)))
+    return _StrangersColumns(members, reducers, cells).table(parts)
 
 
 def _flat_table(parts: Sequence[Part], links: _Links) -> tuple[Part, ...]:
@@ -200,12 +209,12 @@ def _flat_table(parts: Sequence[Part], links: _Links) -> tuple[Part, ...]:
     return tuple(chosen[part.index] for part in parts)
 
 
-def extra_copies(part: Part, reducer: int, members: int) -> int:
+def extra_copies(part: Part, reducer: int, ends: int) -> int:
     """Return the copies of a part that its reducer sends, in addition to its own update, which counts as one copy.
 
-    N - 1 members get the result, except a sole contributor that delegated the part: it has the result.
+    `ends` - 1 members get the result from it, except a sole contributor that delegated the part: it has the result.
     """
-    return members - 1 - (reducer in part.contributors or len(part.contributors) == 1)
+    return ends - 1 - (reducer in part.contributors or len(part.contributors) == 1)
 
 
 def pulls(part: Part, member: int) -> bool:
@@ -289,18 +298,31 @@ def moved_parts(
     Contributors push the same update again, to the new reducer. With hubs, those that are left push their cells' means to one
     of them. A part without remaining contributors is not moved, nor committed. `lost`: all members lost so far.
     """
-    links, rooted = _Links(members, _reducers(members, lost)), Counter[int]()
+    ends = next((part.ends for part in parts if part.hubs), len(members))
+    links, rooted = _Links(members, _reducers(members, lost), ends), Counter[int]()
     moved: dict[int, Part] = {}
     for part in parts:
         contributors = tuple(i for i in part.contributors if i not in lost)
         if part.reducer not in newly_lost or not contributors:
             continue
         of_all, part = part.contributors, replace(part, contributors=contributors, revision=revision)
-        if part.hubs:
+        if part.hubs and NO_CELL not in part.cell_of:
             moved |= _moved_in_column(part, of_all, lost, rooted)
         elif links.busy_s:
-            moved[part.index] = replace(part, reducer=links.reduce(part, links.least_busy(part)))
+            part = _without_hubs(part, of_all, lost)
+            reducer = links.reduce(part, links.least_busy(part))
+            hubs = tuple(reducer if hub in lost else hub for hub in part.hubs)
+            moved[part.index] = replace(part, reducer=reducer, hubs=hubs)
     return moved
+
+
+def _without_hubs(part: Part, of_all: Sequence[int], lost: Collection[int]) -> Part:
+    """Return a part without lost hubs: members of their cells push to the reducer. `of_all`: its contributors, lost or not.
+
+    Means of the hubs that are left may contain updates of members that were lost since.
+    """
+    part = replace(part, summing=tuple(hub for hub in part.summing if hub not in lost))
+    return replace(part, contributors=tuple(i for i in of_all if i not in lost or part.hub_of(i) in part.summing))
 
 
 def _moved_in_column(part: Part, of_all: Sequence[int], lost: set[int], rooted: Counter[int]) -> dict[int, Part]:
@@ -345,7 +367,9 @@ def _reducers(members: tuple[Member, ...], lost: Collection[int] = ()) -> list[i
 class _Links:
     """The load of each possible reducer's link."""
 
-    def __init__(self, members: tuple[Member, ...], reducers: list[int]):
+    def __init__(self, members: tuple[Member, ...], reducers: list[int], ends: int):
+        """`ends`: see `Cells.ends`; all members in a round without cells."""
+        self._ends = ends
         self.busy_s = dict.fromkeys(reducers, 0.0)
         """Seconds to receive and send for the parts that it reduces."""
         self._own_s = dict.fromkeys(reducers, 0.0)
@@ -396,11 +420,46 @@ class _Links:
         return max(*self._own_s.values(), sent / sum(self._members[i].bandwidth for i in self._sends_s), 0.0)
 
     def _added_busy_s(self, part: Part, reducer: int) -> float:
-        received = len(part.contributors) - (reducer in part.contributors)
-        return (received + len(self._members) - 1) * part.encoded_bytes / self._members[reducer].bandwidth
+        received = len(part.inputs) - (reducer in part.inputs)
+        return (received + self._ends - 1) * part.encoded_bytes / self._members[reducer].bandwidth
 
     def _extra_s(self, part: Part, reducer: int) -> float:
-        return extra_copies(part, reducer, len(self._members)) * part.encoded_bytes / self._members[reducer].bandwidth
+        return extra_copies(part, reducer, self._ends) * part.encoded_bytes / self._members[reducer].bandwidth
+
+
+class _StrangersColumns:
+    """The hubs of a round in which only strangers have cells. Each reducer uses few columns, to have few neighbours."""
+
+    def __init__(self, members: tuple[Member, ...], reducers: list[int], cells: Cells):
+        self._cells, self._links = cells, _Links(members, reducers, cells.ends)
+        rates = [min(members[hub].bandwidth for hub in column) for column in cells.columns]
+        self._columns_of: dict[int, set[int]] = {reducer: set() for reducer in reducers}
+        for place in range(max(len(reducers), len(rates))):
+            self._columns_of[reducers[place % len(reducers)]].add(place % len(rates))
+        self._rates, self._busy_s = rates, [0.0] * len(rates)
+        self._summed: dict[tuple[int, ...], list[int]] = {}
+
+    def table(self, parts: Sequence[Part]) -> tuple[Part, ...]:
+        """Return the parts with their reducers and hubs."""
+        chosen = _flat_table([self._with_hubs(part, 0) for part in parts], self._links)
+        return tuple(self._with_hubs(part, self._column(part)) for part in chosen)
+
+    def _column(self, part: Part) -> int:
+        """Return the column of the reducer's whose hubs are then least busy."""
+        columns = self._columns_of.get(part.reducer) or range(len(self._rates))
+        column = min(columns, key=lambda place: (self._busy_s[place] + part.encoded_bytes / self._rates[place], place))
+        self._busy_s[column] += part.encoded_bytes / self._rates[column]
+        return column
+
+    def _with_hubs(self, part: Part, column: int) -> Part:
+        """Return the part with this column's hubs. Those with enough contributors to tell one that stands out sum first."""
+        if part.contributors not in self._summed:
+            counts = Counter(self._cells.of[i] for i in part.contributors)
+            self._summed[part.contributors] = [
+                cell for cell, count in counts.items() if count >= ENOUGH_TO_CLIP and cell != NO_CELL
+            ]
+        hubs, summed = self._cells.columns[column], self._summed[part.contributors] if not part.codec.leaves_out else []
+        return replace(part, hubs=hubs, summing=tuple(sorted(hubs[cell] for cell in summed)), cell_of=self._cells.of)
 
 
 class _Columns:

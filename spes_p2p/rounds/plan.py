@@ -8,6 +8,7 @@ import statistics
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from hashlib import sha256
 from types import MappingProxyType
 
 from spes_p2p.config.campaign import CampaignConfig, TrainingConfig
@@ -121,7 +122,13 @@ def make_plan(
     announcements = _without_work(announcements, idle)
     standings = standings_of(announcements, recent, services, config)
     places = regions_of(announcements, commit.members, commit.round + 1)
-    members = tuple(_member(peer, announcements[peer], standings[peer], commit, rules, places[peer]) for peer in peers)
+    members = tuple(
+        replace(
+            _member(peer, announcements[peer], standings[peer], commit, rules, places[peer]),
+            lot=sha256(f"{proposal.id}\0{peer}".encode()).digest(),
+        )
+        for peer in peers
+    )
     if config.sync.bound_influence:
         why = demoted(recent, announcements, config.admission)
         members = bounded_strangers([replace(member, demoted=why.get(member.peer, "")) for member in members])

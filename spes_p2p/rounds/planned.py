@@ -44,6 +44,8 @@ class Member:
     team: str = ""
     place: Place = Place()
     demoted: Demotion = ""
+    lot: bytes = b""
+    """Draws its place among strangers, anew for each proposal (`cells.py`)."""
 
     @property
     def is_stranger(self) -> bool:

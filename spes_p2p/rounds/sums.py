@@ -18,6 +18,7 @@ from spes_p2p.consensus.signed import read_signed
 from spes_p2p.errors import Refused
 from spes_p2p.messages.refusals import Code
 from spes_p2p.messages.rounds import Inputs, Pushed, Update
+from spes_p2p.rounds.cells import NO_CELL
 from spes_p2p.rounds.digest import DIGEST_BYTES, content_digest
 from spes_p2p.rounds.influence import Contribution, clipped_mean
 from spes_p2p.rounds.parts import Part, from_mask, mask_bytes, weight
@@ -75,7 +76,8 @@ def make_mean(
 ) -> set[int]:
     """Write the clipped, token-weighted mean of a part to `mean`; return the members whose updates were clipped.
 
-    Means of cells are not clipped: their hubs have clipped, and cells differ in the number of contributors.
+    Where all members have cells, their means are not clipped again: the hubs have clipped, and cells differ in the number of
+    contributors.
 
     `updates`: tokens and decoder, by member. They are summed in the order of the members, which matters to the bits. `behind`:
     see `behind_means`.
@@ -84,11 +86,12 @@ def make_mean(
     found = [
         Contribution(
             weight_of(part, members, behind.get(i, (i,)), tokens, clips), decode, members[i].standing,
-            tokens if members[i].is_stranger else 0,
+            tokens if members[i].is_stranger else 0, len(behind.get(i, (i,))),
         )
         for i, (tokens, decode) in sorted(updates.items())
     ]
-    return {order[place] for place in clipped_mean(found, mean, clips and not part.summing)}
+    have_cells = part.summing and NO_CELL not in part.cell_of
+    return {order[place] for place in clipped_mean(found, mean, clips and not have_cells)}
 
 
 def added_residual(part: Part, mean: np.ndarray, residual: np.ndarray) -> np.ndarray:

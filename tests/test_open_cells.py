@@ -1,0 +1,215 @@
+"""Large rounds of an open campaign: strangers sum among themselves, and hubs among them are bounded, checked and audited."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+from exchange_round import LAYOUT, PART_BYTES, Round, codecs, random_updates
+from open_campaign import unaudited_swarm
+from test_audited_swarms import attacking, audited_swarm, audits
+from test_cells import more_tokens, open_members, open_plan, wrong_values
+
+from spes_p2p.consensus import admission
+from spes_p2p.errors import UserError
+from spes_p2p.net.interfaces import World
+from spes_p2p.observe.events import ResultsChecked
+from spes_p2p.peer.cell_means import CellMean
+from spes_p2p.peer.exchanges import Exchanges
+from spes_p2p.peer.kept_inputs import Input
+from spes_p2p.peer.reducer import EncodedMean, Reducer
+from spes_p2p.rounds import cells
+from spes_p2p.rounds import parts as tables
+from spes_p2p.rounds.parts import Part, moved_parts, part_table
+from spes_p2p.rounds.sums import make_mean
+from spes_p2p.testing.simulate.swarm import VirtualSwarm, simulate
+
+STRANGERS = "NOPQRSTUV"
+
+
+@pytest.fixture
+def _small_cells(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Give rounds with nine strangers cells: three of three, with three columns. Probations end after two rounds."""
+    monkeypatch.setattr(cells, "FLAT_MEMBERS", 8)
+    monkeypatch.setattr(admission, "PROBATION_ROUNDS", 2)
+    tables.table_of.cache_clear()
+    yield
+    tables.table_of.cache_clear()
+
+
+def have_cells(swarm: VirtualSwarm) -> bool:
+    return any(part.summing for results in swarm.peers["A"].replica.results.by_plan.values() for part in results.parts)
+
+
+@pytest.mark.usefixtures("_small_cells")
+@pytest.mark.long
+def test_a_swarm_with_strangers_in_cells_trains_and_its_hubs_pass_checks() -> None:
+    async def main() -> None:
+        swarm = unaudited_swarm("AB", STRANGERS)
+        swarm.start_all("AB" + STRANGERS)
+        await swarm.until(lambda: have_cells(swarm))
+        log = swarm.nodes["W"].log
+        began = log.round
+        await swarm.until_round(began + 8)
+        swarm.assert_replicas_agree()
+        assert not log.last.excluded
+        commits = [decided.commit for decided in log.since(began + 1)]
+        assert all(set(commit.heard) == set(range(len(commit.members))) - {commit.members.index("W")} for commit in commits)
+        checks = [event for recorder in swarm.recorders.values() for event in recorder.of(ResultsChecked)]
+        assert sum(each.results for each in checks if each.round > began) > 8
+        assert not [each for each in checks if each.wrong or each.unanswered]
+
+    simulate(main)
+
+
+@pytest.mark.usefixtures("_small_cells")
+@pytest.mark.parametrize("lie", [wrong_values, more_tokens])
+@pytest.mark.long
+def test_a_stranger_that_falsifies_its_cells_mean_is_excluded(
+    lie: Callable[[CellMean, Part], CellMean], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    honest = Reducer._cell_mean
+
+    def cell_mean(self: Reducer, part: Part, updates: Mapping[int, Input], mean: EncodedMean | None) -> CellMean:
+        made = honest(self, part, updates, mean)
+        return lie(made, part) if self.context.endpoint.peer_id == "N" else made
+
+    async def main() -> None:
+        swarm = unaudited_swarm("AB", STRANGERS)
+        swarm.start_all("AB" + STRANGERS)
+        life, log = swarm.tasks["N"], swarm.nodes["W"].log
+        await swarm.until(lambda: "N" in log.last.excluded)
+        assert log.last.excluded == ("N",)
+        await asyncio.wait({life}, timeout=200)
+        with pytest.raises(UserError, match="a proof excludes this peer"):
+            life.result()
+
+    monkeypatch.setattr(Reducer, "_cell_mean", cell_mean)
+    simulate(main)
+
+
+@pytest.mark.usefixtures("_small_cells")
+@pytest.mark.long
+def test_a_hub_that_shows_no_inputs_is_no_hub_for_a_while_and_its_checker_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = Exchanges.inputs_of
+
+    def inputs_of(self: Exchanges, plan: str, part: int, of_cell: bool = False) -> dict[int, Input] | None:
+        return None if of_cell and self._node.peer_id == "N" else honest(self, plan, part, of_cell)
+
+    async def main() -> None:
+        swarm = unaudited_swarm("AB", STRANGERS)
+        swarm.start_all("AB" + STRANGERS)
+        log = swarm.nodes["W"].log
+        await swarm.until(lambda: bool(log.last.disputed))
+        assert {log.last.members[i] for i in log.last.disputed} == {"N"}
+        await swarm.until_round(log.round + 1)
+        plan = next(reversed(swarm.peers["A"].replica.results.by_plan.values()))
+        assert not any(part.hub_of(i) == plan.plan.index("N") for part in plan.parts for i in range(len(plan.plan.members)))
+
+    monkeypatch.setattr(Exchanges, "inputs_of", inputs_of)
+    simulate(main)
+
+
+@pytest.mark.usefixtures("_small_cells")
+@pytest.mark.long
+def test_audits_see_what_strangers_push_to_hubs_and_what_hubs_push() -> None:
+    """Of honest ones, and of one that trains no more once it is past probation."""
+
+    async def main() -> None:
+        swarm, trains = audited_swarm(STRANGERS, vouched="AB"), [True]
+
+        def lying_later(world: World) -> World:
+            lying = attacking(swarm, "free-ride")(world)
+
+            async def run_blocking(function: Callable[..., Any], *args: Any) -> Any:
+                return await (world if trains[0] else lying).run_blocking(function, *args)
+
+            return replace(world, run_blocking=run_blocking)
+
+        swarm.around["N"] = lying_later
+        swarm.start_all("AB" + STRANGERS)
+        log = swarm.nodes["W"].log
+        await swarm.until(lambda: have_cells(swarm))
+        began = log.round
+        await swarm.until_round(began + 15)
+        made = [audit for name in STRANGERS for audit in audits(swarm, name)]
+        assert len([each for each in made if each.round > began]) > 10
+        assert all(each.passed for each in made)
+        trains[0] = False
+        await swarm.until(lambda: not all(each.passed for each in audits(swarm, "N")))
+        assert all(each.passed for name in STRANGERS[1:] for each in audits(swarm, name))
+
+    simulate(main)
+
+
+def test_a_lost_hub_costs_its_cells_work_on_its_column_and_no_result() -> None:
+    async def main() -> None:
+        plan = open_plan()
+        played = await Round.open(plan, random_updates(plan), "int4")
+        parts = played.empty().parts
+        lost = next(part.summing[0] for part in parts if part.summing)
+        name = plan.members[lost].peer
+        others = [m.peer for m in plan.members if m.peer != name]
+        played.network.hook = lambda peer, method, index: (
+            played.network.kill(name) if (peer, method, index) == (name, "push", 1) else None
+        )
+        running = played.run(others)
+        dying = played.network.run_peer(name, played.exchanges[name].run())
+        await running
+        assert dying.done()
+        for part in parts:
+            without = set(part.in_cell(lost)) if lost in part.summing else {lost}
+            for peer in others:
+                results = played.exchanges[peer].results
+                assert results.verified(part)
+                assert set(results.contributors(part)) >= set(part.contributors) - without - {lost}
+
+    simulate(main)
+
+
+@pytest.mark.parametrize("loses_a_hub", [False, True])
+def test_when_a_reducer_is_lost_another_vouched_one_gets_the_means_again(loses_a_hub: bool) -> None:
+    """And the updates themselves of members whose hub is lost, too."""
+    members = open_members(3, 60, newcomers=8)
+    parts = part_table(LAYOUT, members, codecs("int4"), PART_BYTES)
+    before = next(part for part in parts if part.summing)
+    gone = before.summing[0]
+    lost = tuple(sorted({before.reducer, *([gone] if loses_a_hub else [])}))
+    after = moved_parts(parts, members, lost, set(lost), 1)[before.index]
+    assert members[after.reducer].standing == "vouched"
+    assert after.reducer not in lost
+    left = set(before.contributors) - set(lost)
+    pushing = {i for i in range(len(members)) if after.pushes(i)}
+    orphans = left.intersection(before.in_cell(gone)) if loses_a_hub else set()
+    assert pushing == (set(after.summing) | orphans | {0, 1, 2}) - set(lost) - {after.reducer}
+    assert all(after.pushed_to(i) == after.reducer for i in pushing)
+    assert all(after.parent(i) not in lost for i in left)
+
+
+def test_a_cells_mean_weighs_as_its_members_and_is_clipped_as_one_update() -> None:
+    members = open_members(20, 40)
+    part = next(each for each in part_table(LAYOUT, members, codecs("none"), PART_BYTES) if each.summing)
+    behind = {hub: part.in_cell(hub) for hub in part.summing}
+    rng = np.random.default_rng(0)
+    step = rng.standard_normal(part.size).astype(np.float32)
+
+    def mean_of(liar: np.ndarray | None) -> tuple[np.ndarray, set[int]]:
+        updates = {i: (10**6, partial(np.copy, step)) for i in part.inputs}
+        if liar is not None:
+            updates[part.summing[0]] = (10**6, partial(np.copy, liar))
+        mean = np.empty(part.size, np.float32)
+        return mean, make_mean(part, members, updates, mean, True, behind)
+
+    honest, clipped = mean_of(None)
+    np.testing.assert_allclose(honest, step, rtol=1e-5)
+    assert not clipped
+    noise = rng.standard_normal(part.size).astype(np.float32)
+    for liar in (1000 * noise, 10 * noise, -10 * step):
+        found, clipped = mean_of(liar)
+        assert np.linalg.norm(found - honest) < 0.75 * np.linalg.norm(honest)
+        assert clipped == {part.summing[0]}
