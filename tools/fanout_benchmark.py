@@ -58,7 +58,10 @@ CASES: dict[str, Case] = {
     "one line a fifth": lambda n: ([0.2] + [1.0] * (n - 1), [1] * n),
     "every other line a tenth": lambda n: ([0.1, 1.0] * (n // 2), [1] * n),
     "equal lines, a quarter owns all": lambda n: ([1.0] * n, [1] * (n // 4) + [0] * (n - n // 4)),
+    "an open campaign": lambda n: ([1.0] * n, [1] * n),
 }
+VOUCHED = {"an open campaign": 5}
+"""Peers for which the owner vouches; the others are strangers past probation. In other cases, all."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +118,10 @@ def measure(case: str, peers: int, reducers: str) -> Measured:
     experts = [TensorSpec(f"experts.{e}.gate_up_proj", (size,), "expert", 0, e) for e in range(len(owners))]
     layout = Layout([TensorSpec("embed", (SHARED,), "shared"), *experts])
     members = tuple(
-        Member(f"{i:03d}", 1, tuple(int(i == owner) for owner in owners), LINE_BYTES_PER_S * upload)
+        Member(
+            f"{i:03d}", 1, tuple(int(i == owner) for owner in owners), LINE_BYTES_PER_S * upload,
+            standing="vouched" if i < VOUCHED.get(case, peers) else "proven",
+        )
         for i, upload in enumerate(uploads)
     )
     proposal = Proposal(1, "", Ballot(1, members[0].peer), ())

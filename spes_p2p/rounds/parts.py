@@ -195,13 +195,18 @@ def table_of(layout: Layout, plan: PlanMembers, codecs: GroupCodecs, part_bytes:
 
 
 def _flat_table(parts: Sequence[Part], links: _Links) -> tuple[Part, ...]:
-    """Return the parts with their reducers."""
+    """Return the parts with their reducers. Beside cells, few contributors push all their parts to the same one."""
     for part in parts:
         links.send_updates(part)
     own = [part for part in parts if len(part.contributors) == 1 and part.reducer in links.busy_s]
     chosen = {part.index: part for part in own}
     for part in own:
         links.reduce(part, part.reducer)
+    reducer_of: dict[tuple[int, ...], int] = {}
+    for part in parts:
+        if part.index not in chosen and not part.summing and len(part.contributors) <= len(part.hubs):
+            reducer = reducer_of.setdefault(part.contributors, links.least_busy(part))
+            chosen[part.index] = replace(part, reducer=links.reduce(part, reducer))
     for part in parts:
         if part.index not in chosen:
             chosen[part.index] = replace(part, reducer=links.reduce(part, links.least_busy(part)))
