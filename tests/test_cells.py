@@ -102,7 +102,7 @@ def test_several_owners_of_an_expert_push_it_themselves_to_few_and_hubs_hand_on_
 
 
 def test_a_round_of_few_members_or_of_few_strangers_that_can_be_hubs_has_no_cells() -> None:
-    for members in (members_of(FLAT_MEMBERS), open_members(30, 3), open_members(4, 36, newcomers=31), open_members(0, 40)):
+    for members in (members_of(FLAT_MEMBERS), open_members(30, 8), open_members(4, 36, newcomers=31), open_members(0, 40)):
         assert not any(part.hubs for part in part_table(LAYOUT, members, codecs("int4"), PART_BYTES))
 
 

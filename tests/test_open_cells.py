@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -23,8 +23,6 @@ from spes_p2p.peer.cell_means import CellMean
 from spes_p2p.peer.exchanges import Exchanges
 from spes_p2p.peer.kept_inputs import Input
 from spes_p2p.peer.reducer import EncodedMean, Reducer
-from spes_p2p.rounds import cells
-from spes_p2p.rounds import parts as tables
 from spes_p2p.rounds.parts import Part, moved_parts, part_table
 from spes_p2p.rounds.sums import make_mean
 from spes_p2p.testing.simulate.swarm import VirtualSwarm, simulate
@@ -33,20 +31,16 @@ STRANGERS = "NOPQRSTUV"
 
 
 @pytest.fixture
-def _small_cells(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Give rounds with nine strangers cells: three of three, with three columns. Probations end after two rounds."""
-    monkeypatch.setattr(cells, "FLAT_MEMBERS", 8)
+def _short_probation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After two rounds, nine strangers have cells: three of three, with three columns."""
     monkeypatch.setattr(admission, "PROBATION_ROUNDS", 2)
-    tables.table_of.cache_clear()
-    yield
-    tables.table_of.cache_clear()
 
 
 def have_cells(swarm: VirtualSwarm) -> bool:
     return any(part.summing for results in swarm.peers["A"].replica.results.by_plan.values() for part in results.parts)
 
 
-@pytest.mark.usefixtures("_small_cells")
+@pytest.mark.usefixtures("_short_probation")
 @pytest.mark.long
 def test_a_swarm_with_strangers_in_cells_trains_and_its_hubs_pass_checks() -> None:
     async def main() -> None:
@@ -67,7 +61,7 @@ def test_a_swarm_with_strangers_in_cells_trains_and_its_hubs_pass_checks() -> No
     simulate(main)
 
 
-@pytest.mark.usefixtures("_small_cells")
+@pytest.mark.usefixtures("_short_probation")
 @pytest.mark.parametrize("lie", [wrong_values, more_tokens])
 @pytest.mark.long
 def test_a_stranger_that_falsifies_its_cells_mean_is_excluded(
@@ -93,7 +87,7 @@ def test_a_stranger_that_falsifies_its_cells_mean_is_excluded(
     simulate(main)
 
 
-@pytest.mark.usefixtures("_small_cells")
+@pytest.mark.usefixtures("_short_probation")
 @pytest.mark.long
 def test_a_hub_that_shows_no_inputs_is_no_hub_for_a_while_and_its_checker_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     honest = Exchanges.inputs_of
@@ -115,7 +109,7 @@ def test_a_hub_that_shows_no_inputs_is_no_hub_for_a_while_and_its_checker_goes_o
     simulate(main)
 
 
-@pytest.mark.usefixtures("_small_cells")
+@pytest.mark.usefixtures("_short_probation")
 @pytest.mark.long
 def test_audits_see_what_strangers_push_to_hubs_and_what_hubs_push() -> None:
     """Of honest ones, and of one that trains no more once it is past probation."""

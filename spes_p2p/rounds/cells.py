@@ -25,6 +25,8 @@ NO_CELL = -1
 """The cell of a member that exchanges with reducers as in a small round."""
 FLAT_MEMBERS = 32
 """Rounds of up to this many members have no cells but for regions: each member exchanges with each other."""
+LEAST_STRANGERS = 9
+"""Fewer exchange with reducers. Three cells of three are the least whose sums tell one that stands out."""
 LARGEST_REGION = 64
 """Bounds the members of a region that is a cell, and their number."""
 
@@ -76,14 +78,14 @@ def make_cells(members: Sequence[Member], reducers: Sequence[int]) -> Cells | No
 
 
 def _of_strangers(members: Sequence[Member], reducers: Sequence[int]) -> Cells | None:
-    """Divide a large round's strangers; None if too few of them can be hubs, or if strangers reduce.
+    """Divide a round's strangers; None if they are few, if too few of them can be hubs, or if strangers reduce.
 
     Lots draw who meets whom: no identity can be made for a place.
     """
     strangers = [i for i, member in enumerate(members) if member.is_stranger]
     able = [i for i in strangers if members[i].standing == "proven" and members[i].bandwidth > 0 and not members[i].demoted]
     count = math.isqrt(len(strangers))
-    if len(members) <= FLAT_MEMBERS or count < 2 or len(able) < count or not set(strangers).isdisjoint(reducers):
+    if len(strangers) < LEAST_STRANGERS or len(able) < count or not set(strangers).isdisjoint(reducers):
         return None
     order = sorted(strangers, key=lambda i: members[i].lot)
     fastest_first = sorted((i for i in order if i in able), key=lambda i: -round(math.log2(members[i].bandwidth)))
