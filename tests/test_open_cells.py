@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -17,12 +18,14 @@ from test_cells import more_tokens, open_members, open_plan, wrong_values
 
 from spes_p2p.consensus import admission
 from spes_p2p.errors import UserError
+from spes_p2p.messages.admission import Standing
 from spes_p2p.net.interfaces import World
 from spes_p2p.observe.events import ResultsChecked
 from spes_p2p.peer.cell_means import CellMean
 from spes_p2p.peer.exchanges import Exchanges
 from spes_p2p.peer.kept_inputs import Input
 from spes_p2p.peer.reducer import EncodedMean, Reducer
+from spes_p2p.rounds.influence import Contribution, clipped_mean
 from spes_p2p.rounds.parts import Part, moved_parts, part_table
 from spes_p2p.rounds.sums import make_mean
 from spes_p2p.testing.simulate.swarm import VirtualSwarm, simulate
@@ -207,3 +210,31 @@ def test_a_cells_mean_weighs_as_its_members_and_is_clipped_as_one_update() -> No
         found, clipped = mean_of(liar)
         assert np.linalg.norm(found - honest) < 0.75 * np.linalg.norm(honest)
         assert clipped == {part.summing[0]}
+
+
+@pytest.mark.parametrize(("share", "left"), [(0.0, 0.95), (0.1, 0.85), (0.5, 0.25), (1.0, 0.2)])
+@pytest.mark.parametrize("cosine", [0.5, 0.04])
+def test_strangers_in_cells_that_reverse_the_step_leave_as_much_of_it(share: float, left: float, cosine: float) -> None:
+    """Of 60 beside three vouched trainers, whose updates have this cosine; docs/attacks.md has the figures."""
+    rng, size, noise = np.random.default_rng(0), 8000, math.sqrt(1 / cosine - 1)
+    step = _of_length_1(rng.standard_normal(size))
+    known, honest = (step + noise * _of_length_1(rng.standard_normal((count, size))) for count in (3, 60))
+    reverse = -3 * math.sqrt(1 + noise**2) * _of_length_1(known.mean(0))
+    updates = np.where(rng.permutation(60)[:, None] < 60 * share, reverse, honest)
+    mean, means = np.empty(size, np.float32), []
+    for cell in np.array_split(updates, 7):
+        clipped_mean([_contribution(each, 50, "proven") for each in cell], mean, clips=True)
+        means.append(_contribution(mean.copy(), 50 * len(cell), "proven", len(cell)))
+    clipped_mean([*(_contribution(each, 1000, "vouched") for each in known), *means], mean, clips=True)
+    assert left < mean @ step < 1.05
+    if share == 0:
+        assert np.linalg.norm(mean - step) < 0.9 * np.linalg.norm(known.mean(0) - step)
+
+
+def _of_length_1(values: np.ndarray) -> np.ndarray:
+    found: np.ndarray = values / np.linalg.norm(values, axis=-1, keepdims=True)
+    return found
+
+
+def _contribution(update: np.ndarray, tokens: int, standing: Standing, members: int = 1) -> Contribution:
+    return Contribution(tokens, partial(np.copy, update.astype(np.float32)), standing, 1000 * members, members)

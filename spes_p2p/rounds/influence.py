@@ -11,7 +11,8 @@ Two checks, on different machines, of different evidence:
   a reducer, and one of two contributors that are trusted alike.
 
 Medians are of the contributors that are no strangers, where there are any, else of those past probation: an attacker has as
-many identities as it wants. Two that are trusted alike are not clipped: nobody can tell which of them lies.
+many identities as it wants. Among strangers alone, as in a cell, weight times norm of each is at most that of a median update.
+Two that are trusted alike are not clipped: nobody can tell which of them lies.
 
 Norms are compared per root of tokens: the update of t tokens grows between sqrt(t), if steps are noise, and t, if they agree.
 What clipping takes away is gone, as in gradient clipping: it does not return as pending work, and the round's report counts it.
@@ -106,11 +107,15 @@ def clipped_mean(contributions: Sequence[Contribution], mean: np.ndarray, clips:
         square_sums = [square_sum(updates[i]) for i in range(len(tokens))]
         factors = _factors(square_sums, trained, judges, NORM_RATIO)
         tokens = [count if factor * OUTLIER_RATIO >= NORM_RATIO else 0 for count, factor in zip(tokens, factors, strict=True)]
-        judges, weights = [i for i in judges if tokens[i]], tokens
+        weights = tokens
+        if contributions[judges[0]].standing in ("proven", "newcomer"):
+            alike = _factors(square_sums, trained, judges, 1.0)
+            weights = [max(1, int(count * alike[i])) if count and i in judges else count for i, count in enumerate(tokens)]
+        judges = [i for i in judges if tokens[i]]
         if len(judges) < len(tokens):
-            _write_mean(updates, [count * (i in judges) for i, count in enumerate(tokens)], factors, mean, scratch)
+            _write_mean(updates, [count * (i in judges) for i, count in enumerate(weights)], factors, mean, scratch)
             norms = [factor * math.sqrt(each) if factor else 0.0 for factor, each in zip(factors, square_sums, strict=True)]
-            weights = _outweighed(tokens, norms, judges, math.sqrt(square_sum(mean)))
+            weights = _outweighed(weights, norms, judges, math.sqrt(square_sum(mean)))
     _write_mean(updates, weights, factors, mean, scratch)
     centred = [1.0] * len(tokens)
     if clips and len(tokens) >= ENOUGH_TO_CENTRE:
