@@ -150,8 +150,8 @@ def test_random_faults_break_no_invariant() -> None:
 def test_work_that_is_clipped_counts_as_missing_only_if_no_one_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     make_mean, says_so = sums.make_mean, True
 
-    def halve(part: Part, members: Any, updates: Any, mean: np.ndarray, clips: bool) -> set[int]:
-        clipped = make_mean(part, members, updates, mean, clips)
+    def halve(part: Part, members: Any, updates: Any, mean: np.ndarray, clips: bool, behind: Any) -> set[int]:
+        clipped = make_mean(part, members, updates, mean, clips, behind)
         if part.group.expert is not None:
             return clipped
         mean *= np.float32(0.5)
@@ -542,10 +542,10 @@ def _work_counts_twice(monkeypatch: pytest.MonkeyPatch) -> None:
 def _reducers_leave_somebody_out(monkeypatch: pytest.MonkeyPatch) -> None:
     make_mean = sums.make_mean
 
-    def broken(part: Part, members: Any, updates: dict[int, Any], mean: np.ndarray, clips: bool) -> set[int]:
+    def broken(part: Part, members: Any, updates: dict[int, Any], mean: np.ndarray, clips: bool, behind: Any) -> set[int]:
         if 1 in updates:
             updates = {**updates, 1: (updates[1][0], lambda: np.zeros(part.size, np.float32))}
-        return make_mean(part, members, updates, mean, clips)
+        return make_mean(part, members, updates, mean, clips, behind)
 
     for user in (sums, reducing):  # checkers make the same mean
         monkeypatch.setattr(user, "make_mean", broken)
