@@ -464,6 +464,32 @@ def test_a_stranger_on_the_slowest_line_holds_up_the_others_no_longer_than_a_sha
     simulate(main)
 
 
+def test_what_a_stranger_began_to_send_is_dropped_long_before_an_exchange_ends() -> None:
+    async def main() -> None:
+        slow = SLOWEST_BYTES_PER_S
+        known = [member("A", 10, SHARED_ONLY, 1e9), member("B", 10, SHARED_ONLY, slow)]
+        plan = make_plan_of([*known, replace(member("X", 10, SHARED_ONLY, 1e9), standing="newcomer")])
+        layout, network = Layout([TensorSpec("embed", (2048, 1024), "shared")]), MemoryNetwork(latency_s=0.05)
+        network.set_bandwidth("B", slow, 1e9)
+        played = await Round.open(
+            plan, random_updates(plan, layout=layout), network=network, timeout_s=900.0, layout=layout, part_bytes=2**16
+        )
+        running = asyncio.ensure_future(played.run("AB"))
+
+        async def hold() -> None:
+            async with played.endpoints["X"].stream("A", PUSH) as stream:
+                await stream.send(pack(PushHeader(plan.id)))
+                await stream.message()
+
+        with pytest.raises(Refused, match="nothing more comes"):
+            await network.run_peer("X", hold())
+        assert asyncio.get_running_loop().time() < 3 * SILENCE_S
+        assert not running.done()
+        await running
+
+    simulate(main)
+
+
 def test_what_is_ready_is_served_while_other_parts_wait_for_their_updates() -> None:
     async def main() -> None:
         members = [member("A", 10, (9, 0, 0, 0)), member("B", 10, (0, 9, 0, 0)), member("C", 10, SHARED_ONLY)]

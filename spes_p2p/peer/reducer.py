@@ -113,6 +113,8 @@ class Reducer:
         """Members whose updates are not waited for."""
         self._pushing: set[int] = {context.me}
         """Members that opened a stream for their updates."""
+        self._streams: dict[int, Stream] = {}
+        """Their streams."""
         self._finished_pushing: set[int] = set()
         """Those of them whose stream has ended."""
         self._counted_at = self._closed_at = -math.inf
@@ -180,7 +182,10 @@ class Reducer:
                 unheard = awaited - self._pushing - self._lost
                 lost = {i for i in unheard if waited_s >= detector.bound(names[i])}
                 lost |= {i for i in awaited & known if names[i] in late and clock() >= due}
-                lost |= {i for i in self._pushing - {me} if clock() >= self._push_due_at(i, started)}
+                stalled = {i for i in self._pushing - {me} if clock() >= self._push_due_at(i, started)}
+                for i in stalled & strangers - self._finished_pushing:  # what it has begun to send takes memory
+                    self._streams[i].break_off(Refused(Code.CLOSED, "nothing more comes from you"))
+                lost |= stalled
                 if wait is not None and not awaited:
                     wait.end(is_in_vain=False, at=self._counted_at)
                     wait = None
@@ -247,6 +252,7 @@ class Reducer:
     async def take_updates(self, stream: Stream, sender: int) -> None:
         """Take a contributor's updates of parts."""
         self._pushing.add(sender)
+        self._streams[sender] = stream
         rate = ANY_RATE if sender in self._hubs else self._rates[sender]  # a hub sends no faster than its slowest member
         deadline = self._deadlines.setdefault(sender, Deadline(self._turns.get(sender, (0, 0))[0], rate))
         try:
