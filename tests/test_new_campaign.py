@@ -206,6 +206,14 @@ def test_long_phases_from_random_weights_have_outer_momentum_where_it_was_measur
     assert ("outer: {shared_learning_rate" in text) == offers
 
 
+@pytest.mark.parametrize(("size", "optimizer"), [("tiny", "muon"), ("small", "muon"), ("medium", "adamw"), ("1b", "adamw")])
+def test_small_models_from_random_weights_have_muon_and_large_ones_an_optimizer_that_may_have_8_bits(
+    size: str, optimizer: str
+) -> None:
+    text = campaign_yaml(Answers(Path("c"), "c", size, (), (), 8192, 2, 1.0), 8192, 10**9)
+    assert parse_campaign_config(yaml.safe_load(text), "c").training.optimizer == optimizer
+
+
 def test_existing_weights_have_no_outer_momentum() -> None:
     answers = Answers(Path("c"), "c", "medium", (), (), 8192, 2, 1.0)
     model = parse_campaign_config(yaml.safe_load(campaign_yaml(answers, 8192, 10**9)), "c").model

@@ -29,6 +29,7 @@ class Recipe:
     learning_rate: str
     embedding_lr_ratio: float
     beta2: float
+    optimizer: str
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class Size(Recipe):
     """A model size and its training settings, with SPES's ratios at every scale.
 
     Measurements support the settings of the first size (docs/learning.md). Larger sizes approach SPES's settings; the last two
-    use them, but with twice the rounds at half the bits.
+    use them, but with twice the rounds at half the bits. Muon, whose moment never has 8 bits, is for those that need none.
     """
 
     hidden_size: int
@@ -50,13 +51,15 @@ class Size(Recipe):
 
 
 SIZES = {
-    "tiny": Size(128, 8, 8, 10, "2.0e-3", 16.0, 0.999, 128, 256, 4, 4, 8, 2, "3.4M, a laptop suffices"),
-    "small": Size(1024, 32, 8, 25, "1.0e-3", 4.0, 0.999, 512, 512, 8, 8, 8, 2, "59M, any GPU"),
-    "medium": Size(2048, 64, 4, 50, "6.0e-4", 4.0, 0.999, 768, 1024, 12, 12, 16, 2, "481M, GPUs from 8 GB"),
-    "1b": Size(2048, 256, 8, 50, "5.0e-4", 1.0, 0.95, 768, 2048, 12, 12, 16, 2, "0.93B, GPUs from 8 GB; SPES's smallest"),
-    "7b": Size(2048, 1024, 2, 50, "4.0e-4", 1.0, 0.95, 2048, 2048, 16, 16, 32, 4, "6.7B, GPUs from 24 GB; SPES's"),
+    "tiny": Size(128, 8, 8, 10, "2.0e-3", 16.0, 0.999, "muon", 128, 256, 4, 4, 8, 2, "3.4M, a laptop suffices"),
+    "small": Size(1024, 32, 8, 25, "1.0e-3", 4.0, 0.999, "muon", 512, 512, 8, 8, 8, 2, "59M, any GPU"),
+    "medium": Size(2048, 64, 4, 50, "6.0e-4", 4.0, 0.999, "adamw", 768, 1024, 12, 12, 16, 2, "481M, GPUs from 8 GB"),
+    "1b": Size(
+        2048, 256, 8, 50, "5.0e-4", 1.0, 0.95, "adamw", 768, 2048, 12, 12, 16, 2, "0.93B, GPUs from 8 GB; SPES's smallest"
+    ),
+    "7b": Size(2048, 1024, 2, 50, "4.0e-4", 1.0, 0.95, "adamw", 2048, 2048, 16, 16, 32, 4, "6.7B, GPUs from 24 GB; SPES's"),
 }
-CONTINUED = Recipe(2048, 64, None, 50, "1.0e-4", 1.0, 0.95)
+CONTINUED = Recipe(2048, 64, None, 50, "1.0e-4", 1.0, 0.95, "adamw")
 """For existing weights: SPES's learning rate for its upcycled 9B model."""
 OUTER_FROM_STEPS = 30
 """Phases of so many steps gain from outer momentum (docs/learning.md). With existing weights it was not measured."""

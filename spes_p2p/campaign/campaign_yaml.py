@@ -38,6 +38,7 @@ def campaign_yaml(answers: Answers, vocab_size: int, tokens: int) -> str:
         tokens=tokens,
         peers=answers.peers,
         recipe=recipe,
+        optimizer=_OPTIMIZER[recipe.optimizer],
         micro_batch_size=_MICRO_BATCH[recipe.micro_batch_size is None].format(recipe=recipe),
         schedule=schedule,
         training_text=_training_text_yaml(answers),
@@ -107,10 +108,10 @@ training:
   {micro_batch_size}
   total_steps: {schedule.total_steps}  # {passes} over {tokens} tokens with {with_peers}; at least {rounds} rounds
   sync_steps: {recipe.sync_steps}  # steps between two rounds: {sync_tokens} tokens per peer; increase it for slow links
+  {optimizer}
   learning_rate: {recipe.learning_rate}
   embedding_lr_ratio: {recipe.embedding_lr_ratio}  # learning rate of embedding and output head, as a multiple of learning_rate
   beta2: {recipe.beta2}  # with slow decay, the mean of the peers' steps is close to a step along their mean gradient
-  # second_moment_peers: auto  # a slightly lower loss, closer to training on one large machine
   warmup_steps: {schedule.warmup_steps}
   # intra_document_masking: true  # tokens attend only within their own document
 
@@ -127,6 +128,11 @@ data:  # paths are relative to this file
   {validation}
   tokenizer: {tokenizer}{eos_token}
 """
+
+_OPTIMIZER = {
+    "muon": "optimizer: muon  # for the matrices of attention and experts; from random weights a lower loss than with adamw",
+    "adamw": "# second_moment_peers: auto  # a slightly lower loss, closer to training on one large machine",
+}
 
 _MICRO_BATCH = {
     False: "micro_batch_size: {recipe.micro_batch_size}  # samples per forward pass; a volunteer can choose a smaller one",
