@@ -500,12 +500,15 @@ def test_a_reducer_that_serves_wrong_results_is_excluded_in_a_round_with_cells(m
 
 
 async def until_a_is_excluded() -> None:
-    """And nobody else."""
     swarm = VirtualSwarm(campaign(total_steps=4000, codec="int8", sync={"min_peers": 9}))
     swarm.start_all("ABCDEFGHI")
-    life, log = swarm.tasks["A"], swarm.nodes["W"].log
-    await swarm.until(lambda: "A" in log.last.excluded)
-    assert log.last.excluded == ("A",)
+    await until_only_this_one_is_excluded(swarm, "A")
+
+
+async def until_only_this_one_is_excluded(swarm: VirtualSwarm, liar: str) -> None:
+    life, log = swarm.tasks[liar], swarm.nodes["W"].log
+    await swarm.until(lambda: liar in log.last.excluded)
+    assert log.last.excluded == (liar,)
     await asyncio.wait({life}, timeout=200)
     with pytest.raises(UserError, match="a proof excludes this peer"):
         life.result()
@@ -520,20 +523,26 @@ def more_tokens(mean: CellMean, part: Part) -> CellMean:
     return replace(mean, update=replace(mean.update, tokens=mean.update.tokens + 1))
 
 
-@pytest.mark.usefixtures("_small_cells")
-@pytest.mark.parametrize("lie", [wrong_values, more_tokens])
-@pytest.mark.long
-def test_a_hub_that_falsifies_its_cells_mean_is_excluded(
-    lie: Callable[[CellMean, Part], CellMean], monkeypatch: pytest.MonkeyPatch
-) -> None:
+HubsLie = Callable[[CellMean, Part], CellMean]
+
+
+def lie_as_hub(liar: str, lie: HubsLie, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let one peer lie in all means of its cells, from round 2 on."""
     honest = Reducer._cell_mean
 
     def cell_mean(self: Reducer, part: Part, updates: Mapping[int, Input], mean: EncodedMean | None) -> CellMean:
         made = honest(self, part, updates, mean)
-        is_lie = self.context.endpoint.peer_id == "A" and self.context.plan.round >= 2
-        return lie(made, part) if is_lie else made
+        lies = self.context.endpoint.peer_id == liar and self.context.plan.round >= 2
+        return lie(made, part) if lies else made
 
     monkeypatch.setattr(Reducer, "_cell_mean", cell_mean)
+
+
+@pytest.mark.usefixtures("_small_cells")
+@pytest.mark.parametrize("lie", [wrong_values, more_tokens])
+@pytest.mark.long
+def test_a_hub_that_falsifies_its_cells_mean_is_excluded(lie: HubsLie, monkeypatch: pytest.MonkeyPatch) -> None:
+    lie_as_hub("A", lie, monkeypatch)
     simulate(until_a_is_excluded)
 
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -14,19 +13,24 @@ import pytest
 from exchange_round import LAYOUT, PART_BYTES, Round, codecs, random_updates
 from open_campaign import unaudited_swarm
 from test_audited_swarms import attacking, audited_swarm, audits
-from test_cells import more_tokens, open_members, open_plan, wrong_values
+from test_cells import (
+    HubsLie,
+    lie_as_hub,
+    more_tokens,
+    open_members,
+    open_plan,
+    until_only_this_one_is_excluded,
+    wrong_values,
+)
 
 from spes_p2p.consensus import admission
-from spes_p2p.errors import UserError
 from spes_p2p.messages.admission import Standing
 from spes_p2p.net.interfaces import World
 from spes_p2p.observe.events import ResultsChecked
-from spes_p2p.peer.cell_means import CellMean
 from spes_p2p.peer.exchanges import Exchanges
 from spes_p2p.peer.kept_inputs import Input
-from spes_p2p.peer.reducer import EncodedMean, Reducer
 from spes_p2p.rounds.influence import Contribution, clipped_mean
-from spes_p2p.rounds.parts import Part, moved_parts, part_table
+from spes_p2p.rounds.parts import moved_parts, part_table
 from spes_p2p.rounds.sums import make_mean
 from spes_p2p.testing.simulate.swarm import VirtualSwarm, simulate
 
@@ -67,26 +71,13 @@ def test_a_swarm_with_strangers_in_cells_trains_and_its_hubs_pass_checks() -> No
 @pytest.mark.usefixtures("_short_probation")
 @pytest.mark.parametrize("lie", [wrong_values, more_tokens])
 @pytest.mark.long
-def test_a_stranger_that_falsifies_its_cells_mean_is_excluded(
-    lie: Callable[[CellMean, Part], CellMean], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    honest = Reducer._cell_mean
-
-    def cell_mean(self: Reducer, part: Part, updates: Mapping[int, Input], mean: EncodedMean | None) -> CellMean:
-        made = honest(self, part, updates, mean)
-        return lie(made, part) if self.context.endpoint.peer_id == "N" else made
-
+def test_a_stranger_that_falsifies_its_cells_mean_is_excluded(lie: HubsLie, monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
         swarm = unaudited_swarm("AB", STRANGERS)
         swarm.start_all("AB" + STRANGERS)
-        life, log = swarm.tasks["N"], swarm.nodes["W"].log
-        await swarm.until(lambda: "N" in log.last.excluded)
-        assert log.last.excluded == ("N",)
-        await asyncio.wait({life}, timeout=200)
-        with pytest.raises(UserError, match="a proof excludes this peer"):
-            life.result()
+        await until_only_this_one_is_excluded(swarm, "N")
 
-    monkeypatch.setattr(Reducer, "_cell_mean", cell_mean)
+    lie_as_hub("N", lie, monkeypatch)
     simulate(main)
 
 
