@@ -360,7 +360,7 @@ def test_when_a_reducer_is_lost_hubs_push_again_and_nobody_else(others_lost: int
             assert [i for i in range(64) if part.pushes(i)] == [i for i in part.summing if i != part.reducer]
             for its in part.summing:
                 mask = to_mask(parts[part.index].in_cell(its), 64)
-                named = Update(part.index, 5, bytes(32), mask, to_mask((), 64), bytes(32))
+                named = Update(part.index, 64, bytes(32), mask, to_mask((), 64), bytes(32))
                 check_contributors(named, part, its, 64)
 
 
@@ -404,7 +404,7 @@ def test_a_hub_that_names_contributors_of_another_cell_is_refused() -> None:
     part = next(part for part in part_table(LAYOUT, members_of(40), codecs("int4"), PART_BYTES) if part.summing)
     hub = next(hub for hub in part.summing if hub != part.reducer)
     own, strange, none = part.in_cell(hub), part.in_cell(part.reducer), to_mask((), 40)
-    fitting = Update(part.index, 5, bytes(32), to_mask(own, 40), none, bytes(32))
+    fitting = Update(part.index, len(own), bytes(32), to_mask(own, 40), none, bytes(32))
     check_contributors(fitting, part, hub, 40)
     wrong = (to_mask((*own, *strange), 40), none), (none, none), (b"", b""), (to_mask(own[:1], 40), to_mask(own, 40))
     for named, clipped in wrong:
@@ -412,6 +412,8 @@ def test_a_hub_that_names_contributors_of_another_cell_is_refused() -> None:
             check_contributors(replace(fitting, members=named, clipped=clipped), part, hub, 40)
     with pytest.raises(Refused):
         check_contributors(replace(fitting, inputs=b""), part, hub, 40)
+    with pytest.raises(Refused):
+        check_contributors(replace(fitting, tokens=len(own) - 1), part, hub, 40)
     direct = replace(part, hubs=(), summing=())
     with pytest.raises(Refused):
         check_contributors(fitting, direct, own[0], 40)

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from exchange_round import LAYOUT, PART_BYTES, Round, codecs, random_updates
+from exchange_round import LAYOUT, PART_BYTES, Round, codecs, make_plan_of, random_updates
 from open_campaign import unaudited_swarm
 from test_audited_swarms import attacking, audited_swarm, audits
 from test_cells import more_tokens, open_members, open_plan, wrong_values
@@ -25,7 +25,9 @@ from spes_p2p.peer.kept_inputs import Input
 from spes_p2p.peer.reducer import EncodedMean, Reducer
 from spes_p2p.rounds import cells
 from spes_p2p.rounds import parts as tables
+from spes_p2p.rounds.cells import make_cells
 from spes_p2p.rounds.parts import Part, moved_parts, part_table
+from spes_p2p.rounds.planned import Member
 from spes_p2p.rounds.sums import make_mean
 from spes_p2p.testing.simulate.swarm import VirtualSwarm, simulate
 
@@ -144,6 +146,37 @@ def test_audits_see_what_strangers_push_to_hubs_and_what_hubs_push() -> None:
         await swarm.until(lambda: not all(each.passed for each in audits(swarm, "N")))
         assert all(each.passed for name in STRANGERS[1:] for each in audits(swarm, name))
 
+    simulate(main)
+
+
+def owned_by(owners: Callable[[Callable[[int, str], list[int]]], list[int]], newcomers: int = 8) -> tuple[Member, ...]:
+    """Members of an open campaign whose expert 3 only some strangers own.
+
+    `owners` returns them; it is given a function that returns the members of a cell that have a standing.
+    """
+    members = open_members(3, 40, newcomers)
+    made = make_cells(members, range(3))
+    assert made is not None
+    own = owners(lambda cell, standing: [i for i, of in enumerate(made.of) if of == cell and members[i].standing == standing])
+    return tuple(replace(m, routed=(*m.routed[:3], 9 * (i in own))) for i, m in enumerate(members))
+
+
+def test_a_hub_that_gives_several_members_one_token_stops_no_reducer(monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = Reducer._cell_mean
+
+    def cell_mean(self: Reducer, part: Part, updates: Mapping[int, Input], mean: EncodedMean | None) -> CellMean:
+        made = honest(self, part, updates, mean)
+        return replace(made, update=replace(made.update, tokens=1)) if part.group.expert == 3 else made
+
+    async def main() -> None:
+        plan = make_plan_of(owned_by(lambda of: [*of(0, "proven")[:3], of(1, "proven")[0], of(2, "newcomer")[0]]))
+        played = await Round.open(plan, random_updates(plan), "int4", clips=True)
+        await played.run()
+        for i in range(3):
+            results = played.exchanges[plan.members[i].peer].results
+            assert all(results.verified(part) for part in results.parts)
+
+    monkeypatch.setattr(Reducer, "_cell_mean", cell_mean)
     simulate(main)
 
 

@@ -65,7 +65,7 @@ def check_contributors(update: Update, part: Part, sender: int, members: int) ->
         named, clipped = set(from_mask(update.members)), set(from_mask(update.clipped))
         widths = {len(update.members), len(update.clipped)}
         fits = widths == {mask_bytes(members)} and bool(named) and clipped <= named <= set(part.in_cell(sender))
-        fits &= len(update.inputs) == DIGEST_BYTES
+        fits &= len(update.inputs) == DIGEST_BYTES and update.tokens >= len(named)  # each has one at least
     if not fits:
         raise Refused(Code.MALFORMED, f"part {part.index} cannot have these contributors")
 
