@@ -17,6 +17,7 @@ from test_cells import more_tokens, open_members, open_plan, wrong_values
 
 from spes_p2p.consensus import admission
 from spes_p2p.errors import UserError
+from spes_p2p.messages.rounds import Inputs
 from spes_p2p.net.interfaces import World
 from spes_p2p.observe.events import ResultsChecked
 from spes_p2p.peer.cell_means import CellMean
@@ -28,8 +29,9 @@ from spes_p2p.rounds import parts as tables
 from spes_p2p.rounds.cells import make_cells
 from spes_p2p.rounds.parts import Part, moved_parts, part_table
 from spes_p2p.rounds.planned import Member
-from spes_p2p.rounds.sums import make_mean
+from spes_p2p.rounds.sums import behind_means, is_wrong, make_mean, read_inputs
 from spes_p2p.testing.simulate.swarm import VirtualSwarm, simulate
+from spes_p2p.testing.simulated_identity import SimulatedIdentity
 
 STRANGERS = "NOPQRSTUV"
 
@@ -177,6 +179,26 @@ def test_a_hub_that_gives_several_members_one_token_stops_no_reducer(monkeypatch
             assert all(results.verified(part) for part in results.parts)
 
     monkeypatch.setattr(Reducer, "_cell_mean", cell_mean)
+    simulate(main)
+
+
+def test_a_cells_mean_that_is_the_result_alone_can_be_checked() -> None:
+    async def main() -> None:
+        plan = make_plan_of(owned_by(lambda of: of(0, "proven")[:3]))
+        played = await Round.open(plan, random_updates(plan), "int4", clips=True)
+        await played.run()
+        part = next(each for each in played.empty().parts if each.group.expert == 3)
+        reducer = played.exchanges[plan.members[part.reducer].peer]
+        assert part.inputs == part.summing
+        kept = reducer.inputs.of_part[part.index]
+        inputs = Inputs(tuple(each.signed for each in kept.values() if each.signed is not None))
+        found = read_inputs(inputs, part, reducer.results, SimulatedIdentity("0000"))
+        bodies = {i: (each.update.tokens, each.body) for i, each in kept.items()}
+        result, behind = reducer.results.encoded[part.index], behind_means(found)
+        assert not is_wrong(part, plan.members, bodies, result, True, behind)
+        other = part.codec.encode(part.codec.decode(result, part.size) * np.float32(1.5))
+        assert is_wrong(part, plan.members, bodies, other, True, behind)
+
     simulate(main)
 
 

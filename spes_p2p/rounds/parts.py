@@ -84,6 +84,11 @@ class Part:
             return self.contributors
         return tuple(sorted({*self.summing, *(i for i in self.contributors if self.hub_of(i) not in self.summing)}))
 
+    @property
+    def is_mean(self) -> bool:
+        """Whether the result is a mean: the reducer's, or that of a single cell."""
+        return len(self.inputs) > 1 or bool(self.summing)
+
     def hub_of(self, member: int) -> int | None:
         """Return the hub of the member's cell; None if it has none."""
         cell = self.cell_of[member] if self.hubs else NO_CELL
