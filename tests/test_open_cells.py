@@ -182,6 +182,17 @@ def test_a_hub_that_gives_several_members_one_token_stops_no_reducer(monkeypatch
     simulate(main)
 
 
+def test_newcomers_of_one_cell_are_bounded_as_newcomers() -> None:
+    """Where their hub, which is past probation, does not own the expert itself."""
+    members = owned_by(lambda of: [*of(0, "newcomer")[:3], of(1, "proven")[0]], newcomers=20)
+    part = next(each for each in part_table(LAYOUT, members, codecs("none"), PART_BYTES) if each.group.expert == 3)
+    hub, step = part.summing[0], np.random.default_rng(0).standard_normal(part.size).astype(np.float32)
+    updates = {i: (9, partial(np.copy, -100 * step if i == hub else step)) for i in part.inputs}
+    mean = np.empty(part.size, np.float32)
+    make_mean(part, members, updates, mean, True, {hub: part.in_cell(hub)})
+    assert mean @ step > -1e-3 * (step @ step)
+
+
 def test_a_cells_mean_that_is_the_result_alone_can_be_checked() -> None:
     async def main() -> None:
         plan = make_plan_of(owned_by(lambda of: of(0, "proven")[:3]))
