@@ -42,7 +42,7 @@ from spes_p2p.rounds import cells
 from spes_p2p.rounds import parts as tables
 from spes_p2p.rounds.cells import FLAT_MEMBERS, make_cells
 from spes_p2p.rounds.digest import content_digest
-from spes_p2p.rounds.parts import Part, from_mask, moved_parts, part_table, pulls, to_mask, traffic, weight
+from spes_p2p.rounds.parts import Part, from_mask, moved_parts, part_table, pulls, to_mask, traffic, waits_for, weight
 from spes_p2p.rounds.planned import Member, Place, Plan
 from spes_p2p.rounds.sums import check_contributors
 from spes_p2p.testing.memory_network import Frame, MemoryNetwork
@@ -99,6 +99,15 @@ def test_several_owners_of_an_expert_push_it_themselves_to_few_and_hubs_hand_on_
     assert max(map(len, neighbours(parts, 256))) <= 3 * 16
     sent, _ = traffic(parts, 256)
     assert max(sent) < 1.3 * sum(sent) / 256
+
+
+def test_only_those_that_exchange_with_a_reducer_are_to_complain_about_it() -> None:
+    """Not all members, also where contributors push to the reducer themselves: half of all would never complain."""
+    count = 64
+    for part in part_table(WIDE, members_of(count, 16), codecs("int4")):
+        met = neighbours([part], count)[part.reducer]
+        assert {i for i in range(count) if waits_for(part, i)} == met
+        assert len(met) < count / 2
 
 
 def test_a_round_of_few_members_or_of_few_strangers_that_can_be_hubs_has_no_cells() -> None:

@@ -227,6 +227,12 @@ def pulls(part: Part, member: int) -> bool:
     return member != part.reducer and part.contributors != (member,)
 
 
+def waits_for(part: Part, member: int) -> bool:
+    """Return whether the member pushes to the part's reducer, or pulls from it: whether it notices one that stalls."""
+    pushes = part.pushes(member) and part.pushed_to(member) == part.reducer
+    return pushes or (pulls(part, member) and part.parent(member) == part.reducer)
+
+
 def traffic(parts: Sequence[Part], members: int) -> tuple[list[int], list[int]]:
     """Return by member the bytes that it sends and receives in an exchange of these parts. `members`: their number."""
     up, down = [0] * members, [0] * members
