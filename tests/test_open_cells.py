@@ -23,13 +23,16 @@ from spes_p2p.observe.events import ResultsChecked
 from spes_p2p.peer.cell_means import CellMean
 from spes_p2p.peer.exchanges import Exchanges
 from spes_p2p.peer.kept_inputs import Input
+from spes_p2p.peer.own_work import taken
 from spes_p2p.peer.reducer import EncodedMean, Reducer
 from spes_p2p.rounds import cells
 from spes_p2p.rounds import parts as tables
 from spes_p2p.rounds.cells import make_cells
 from spes_p2p.rounds.parts import Part, moved_parts, part_table
 from spes_p2p.rounds.planned import Member
+from spes_p2p.rounds.reducer_residual import ReducerResiduals
 from spes_p2p.rounds.sums import behind_means, is_wrong, make_mean, read_inputs
+from spes_p2p.storage.scratch import memory_scratch
 from spes_p2p.testing.simulate.swarm import VirtualSwarm, simulate
 from spes_p2p.testing.simulated_identity import SimulatedIdentity
 
@@ -234,6 +237,39 @@ def test_a_lost_hub_costs_its_cells_work_on_its_column_and_no_result() -> None:
                 results = played.exchanges[peer].results
                 assert results.verified(part)
                 assert set(results.contributors(part)) >= set(part.contributors) - without - {lost}
+
+    simulate(main)
+
+
+@pytest.mark.long
+def test_small_steps_add_up_also_where_lots_draw_other_hubs_each_round() -> None:
+    """Steps far below what `int4` rounds to: each hub keeps what it dropped until it makes a mean of the part again."""
+    rounds, small = 48, 0.03
+
+    async def main() -> None:
+        rng, members, total = np.random.default_rng(0), open_members(3, 48, experts=0), np.zeros(LAYOUT.size)
+        members = tuple(replace(m, tokens=10, routed=(0,) * 4) for m in members)
+        step = np.full(LAYOUT.size, small, np.float32)
+        step[::128] = 1.0
+        groups = [group for group in LAYOUT.groups if group.expert is None]
+        pending = {m.peer: {group.name: np.zeros(group.size, np.float32) for group in groups} for m in members}
+        kept = {m.peer: ReducerResiduals(memory_scratch) for m in members}
+        for _ in range(rounds):
+            plan = make_plan_of(replace(m, lot=rng.bytes(8)) for m in members)
+            for its in pending.values():
+                for group in groups:
+                    noise = rng.standard_normal(group.size).astype(np.float32) * np.float32(0.02)
+                    its[group.name] += step[group.start : group.stop] + noise * (step[group.start : group.stop] < 1)
+            played = await Round.open(plan, pending, "int4", residuals={peer: each.by_key for peer, each in kept.items()})
+            await played.run()
+            total += played.new_base("0000", played.commit(), np.zeros(LAYOUT.size, np.float32))
+            for peer, exchange in played.exchanges.items():
+                kept[peer].settle([exchange], exchange.results, {part.index for part in exchange.results.parts})
+                for part, sent in exchange.sent.values():
+                    here = slice(part.start - part.group.start, part.stop - part.group.start)
+                    pending[peer][part.group.name][here] -= taken(exchange.results, part, sent)
+        moved = total[groups[0].start : groups[0].stop]
+        assert moved[step[groups[0].start : groups[0].stop] < 1].mean() > 0.9 * rounds * small
 
     simulate(main)
 
