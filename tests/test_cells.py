@@ -155,6 +155,16 @@ def test_lots_draw_who_meets_whom_among_strangers_with_lines_alike() -> None:
         assert sum(count > 1 for count in alike) <= 1
 
 
+def test_strangers_that_claim_faster_lines_than_others_are_no_whole_column() -> None:
+    rng, liars, whole = random.Random(0), set(range(3, 10)), 0
+    members = tuple(replace(m, bandwidth=4e6 if i in liars else 1e6) for i, m in enumerate(open_members(3, 60)))
+    for _ in range(50):
+        found = make_cells(tuple(replace(m, lot=rng.randbytes(32)) for m in members), range(3))
+        assert found is not None
+        whole += any(set(column) <= liars for column in found.columns)
+    assert whole == 0
+
+
 @given(
     st.lists(st.sampled_from([0.0, 1e5, 1e6, 1e7]), min_size=FLAT_MEMBERS + 1, max_size=80),
     st.lists(st.lists(st.integers(0, 79), min_size=1, max_size=3), min_size=4, max_size=4),
