@@ -21,6 +21,7 @@ from spes_p2p.messages.rounds import Inputs
 from spes_p2p.net.interfaces import World
 from spes_p2p.observe.events import ResultsChecked
 from spes_p2p.peer.cell_means import CellMean
+from spes_p2p.peer.exchange_context import EncodedUpdate, SentUpdate
 from spes_p2p.peer.exchanges import Exchanges
 from spes_p2p.peer.kept_inputs import Input
 from spes_p2p.peer.own_work import taken
@@ -238,6 +239,46 @@ def test_a_lost_hub_costs_its_cells_work_on_its_column_and_no_result() -> None:
                 assert results.verified(part)
                 assert set(results.contributors(part)) >= set(part.contributors) - without - {lost}
 
+    simulate(main)
+
+
+@pytest.mark.parametrize("columns", [1, 2])
+@pytest.mark.parametrize("fault", ["lost", "lies", "withholds"])
+def test_a_hub_puts_no_member_of_its_cell_on_probation(fault: str, columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether it is lost or leaves them out. Who sends updates of experts alone is on probation if two hubs tell."""
+    members = open_members(3, 60, newcomers=60 - 7 * columns)
+    plan = make_plan_of(replace(m, routed=(3 * (i % 4 == 0), 0, 0, 0)) for i, m in enumerate(members))
+    parts = part_table(LAYOUT, plan.members, codecs("int4"), 64)
+    first = next(part for part in parts if part.group.kind == "shared")
+    assert len({part.hubs for part in parts if part.group.kind == "shared"}) == columns
+    expert = next(part for part in parts if part.group.expert == 0)
+    cell = {first.cell_of[i]: [j for j in expert.contributors if first.cell_of[j] == first.cell_of[i]]
+            for i in expert.contributors if expert.hub_of(i) not in expert.summing}
+    direct = [i for i in next(its for each, its in cell.items() if each != -1) if i not in first.hubs]
+    hub = first.hub_of(direct[0])
+    assert hub is not None
+    honest_sum, honest_has = Reducer._make_sum, SentUpdate.has
+
+    async def make_sum(self: Reducer, part: Part, own: EncodedUpdate | None) -> None:
+        if fault == "lies" and self.context.me == hub and part.index in self._cells:
+            self._arrived.pop(part.index, None)
+        await honest_sum(self, part, own)
+
+    def has(self: SentUpdate, part: Part) -> bool:
+        withholds = fault == "withholds" and self.context.me == direct[0] and part.group.kind == "shared"
+        return not withholds and honest_has(self, part)
+
+    async def main() -> None:
+        played = await Round.open(plan, random_updates(plan), "int4", part_bytes=64)
+        peers = [m.peer for i, m in enumerate(plan.members) if i != hub or fault != "lost"]
+        if fault == "lost":
+            played.network.kill(plan.members[hub].peer)
+        await played.run(peers)
+        withheld = played.commit(peers).withholding
+        assert withheld == ((direct[0],) if fault == "withholds" and columns > 1 else ())
+
+    monkeypatch.setattr(Reducer, "_make_sum", make_sum)
+    monkeypatch.setattr(SentUpdate, "has", has)
     simulate(main)
 
 
