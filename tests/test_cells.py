@@ -42,7 +42,7 @@ from spes_p2p.rounds import cells
 from spes_p2p.rounds import parts as tables
 from spes_p2p.rounds.cells import FLAT_MEMBERS, make_cells
 from spes_p2p.rounds.digest import content_digest
-from spes_p2p.rounds.parts import Part, from_mask, moved_parts, part_table, pulls, to_mask, traffic, weight
+from spes_p2p.rounds.parts import Part, from_mask, moved_parts, part_table, pulls, to_mask, traffic, waits_for, weight
 from spes_p2p.rounds.planned import Member, Place, Plan
 from spes_p2p.rounds.sums import check_contributors
 from spes_p2p.testing.memory_network import Frame, MemoryNetwork
@@ -101,6 +101,15 @@ def test_several_owners_of_an_expert_push_it_themselves_to_few_and_hubs_hand_on_
     assert max(sent) < 1.3 * sum(sent) / 256
 
 
+def test_only_those_that_exchange_with_a_reducer_are_to_complain_about_it() -> None:
+    """Not all members, also where contributors push to the reducer themselves: half of all would never complain."""
+    count = 64
+    for part in part_table(WIDE, members_of(count, 16), codecs("int4")):
+        met = neighbours([part], count)[part.reducer]
+        assert {i for i in range(count) if waits_for(part, i)} == met
+        assert len(met) < count / 2
+
+
 def test_a_round_of_few_members_or_of_few_strangers_that_can_be_hubs_has_no_cells() -> None:
     for members in (members_of(FLAT_MEMBERS), open_members(30, 8), open_members(4, 36, newcomers=31), open_members(0, 40)):
         assert not any(part.hubs for part in part_table(LAYOUT, members, codecs("int4"), PART_BYTES))
@@ -144,6 +153,16 @@ def test_lots_draw_who_meets_whom_among_strangers_with_lines_alike() -> None:
         assert each is not None
         alike = [len({members[hub].bandwidth for hub in column}) for column in each.columns]
         assert sum(count > 1 for count in alike) <= 1
+
+
+def test_strangers_that_claim_faster_lines_than_others_are_no_whole_column() -> None:
+    rng, liars, whole = random.Random(0), set(range(3, 10)), 0
+    members = tuple(replace(m, bandwidth=4e6 if i in liars else 1e6) for i, m in enumerate(open_members(3, 60)))
+    for _ in range(50):
+        found = make_cells(tuple(replace(m, lot=rng.randbytes(32)) for m in members), range(3))
+        assert found is not None
+        whole += any(set(column) <= liars for column in found.columns)
+    assert whole == 0
 
 
 @given(
@@ -360,7 +379,7 @@ def test_when_a_reducer_is_lost_hubs_push_again_and_nobody_else(others_lost: int
             assert [i for i in range(64) if part.pushes(i)] == [i for i in part.summing if i != part.reducer]
             for its in part.summing:
                 mask = to_mask(parts[part.index].in_cell(its), 64)
-                named = Update(part.index, 5, bytes(32), mask, to_mask((), 64), bytes(32))
+                named = Update(part.index, 64, bytes(32), mask, to_mask((), 64), bytes(32))
                 check_contributors(named, part, its, 64)
 
 
@@ -404,7 +423,7 @@ def test_a_hub_that_names_contributors_of_another_cell_is_refused() -> None:
     part = next(part for part in part_table(LAYOUT, members_of(40), codecs("int4"), PART_BYTES) if part.summing)
     hub = next(hub for hub in part.summing if hub != part.reducer)
     own, strange, none = part.in_cell(hub), part.in_cell(part.reducer), to_mask((), 40)
-    fitting = Update(part.index, 5, bytes(32), to_mask(own, 40), none, bytes(32))
+    fitting = Update(part.index, len(own), bytes(32), to_mask(own, 40), none, bytes(32))
     check_contributors(fitting, part, hub, 40)
     wrong = (to_mask((*own, *strange), 40), none), (none, none), (b"", b""), (to_mask(own[:1], 40), to_mask(own, 40))
     for named, clipped in wrong:
@@ -412,6 +431,8 @@ def test_a_hub_that_names_contributors_of_another_cell_is_refused() -> None:
             check_contributors(replace(fitting, members=named, clipped=clipped), part, hub, 40)
     with pytest.raises(Refused):
         check_contributors(replace(fitting, inputs=b""), part, hub, 40)
+    with pytest.raises(Refused):
+        check_contributors(replace(fitting, tokens=len(own) - 1), part, hub, 40)
     direct = replace(part, hubs=(), summing=())
     with pytest.raises(Refused):
         check_contributors(fitting, direct, own[0], 40)

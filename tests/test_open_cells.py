@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
-from exchange_round import LAYOUT, PART_BYTES, Round, codecs, random_updates
+from exchange_round import LAYOUT, PART_BYTES, Round, codecs, make_plan_of, random_updates
 from open_campaign import unaudited_swarm
 from test_audited_swarms import attacking, audited_swarm, audits
 from test_cells import (
@@ -25,14 +25,24 @@ from test_cells import (
 
 from spes_p2p.consensus import admission
 from spes_p2p.messages.admission import Standing
+from spes_p2p.messages.rounds import Inputs
 from spes_p2p.net.interfaces import World
 from spes_p2p.observe.events import ResultsChecked
+from spes_p2p.peer.cell_means import CellMean
+from spes_p2p.peer.exchange_context import EncodedUpdate, SentUpdate
 from spes_p2p.peer.exchanges import Exchanges
 from spes_p2p.peer.kept_inputs import Input
+from spes_p2p.peer.own_work import taken
+from spes_p2p.peer.reducer import EncodedMean, Reducer
+from spes_p2p.rounds.cells import make_cells
 from spes_p2p.rounds.influence import Contribution, clipped_mean
-from spes_p2p.rounds.parts import moved_parts, part_table
-from spes_p2p.rounds.sums import make_mean
+from spes_p2p.rounds.parts import Part, moved_parts, part_table
+from spes_p2p.rounds.planned import Member
+from spes_p2p.rounds.reducer_residual import ReducerResiduals
+from spes_p2p.rounds.sums import behind_means, is_wrong, make_mean, read_inputs
+from spes_p2p.storage.scratch import memory_scratch
 from spes_p2p.testing.simulate.swarm import VirtualSwarm, simulate
+from spes_p2p.testing.simulated_identity import SimulatedIdentity
 
 STRANGERS = "NOPQRSTUV"
 
@@ -135,6 +145,68 @@ def test_audits_see_what_strangers_push_to_hubs_and_what_hubs_push() -> None:
     simulate(main)
 
 
+def owned_by(owners: Callable[[Callable[[int, str], list[int]]], list[int]], newcomers: int = 8) -> tuple[Member, ...]:
+    """Members of an open campaign whose expert 3 only some strangers own.
+
+    `owners` returns them; it is given a function that returns the members of a cell that have a standing.
+    """
+    members = open_members(3, 40, newcomers)
+    made = make_cells(members, range(3))
+    assert made is not None
+    own = owners(lambda cell, standing: [i for i, of in enumerate(made.of) if of == cell and members[i].standing == standing])
+    return tuple(replace(m, routed=(*m.routed[:3], 9 * (i in own))) for i, m in enumerate(members))
+
+
+def test_a_hub_that_gives_several_members_one_token_stops_no_reducer(monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = Reducer._cell_mean
+
+    def cell_mean(self: Reducer, part: Part, updates: Mapping[int, Input], mean: EncodedMean | None) -> CellMean:
+        made = honest(self, part, updates, mean)
+        return replace(made, update=replace(made.update, tokens=1)) if part.group.expert == 3 else made
+
+    async def main() -> None:
+        plan = make_plan_of(owned_by(lambda of: [*of(0, "proven")[:3], of(1, "proven")[0], of(2, "newcomer")[0]]))
+        played = await Round.open(plan, random_updates(plan), "int4", clips=True)
+        await played.run()
+        for i in range(3):
+            results = played.exchanges[plan.members[i].peer].results
+            assert all(results.verified(part) for part in results.parts)
+
+    monkeypatch.setattr(Reducer, "_cell_mean", cell_mean)
+    simulate(main)
+
+
+def test_newcomers_of_one_cell_are_bounded_as_newcomers() -> None:
+    """Where their hub, which is past probation, does not own the expert itself."""
+    members = owned_by(lambda of: [*of(0, "newcomer")[:3], of(1, "proven")[0]], newcomers=20)
+    part = next(each for each in part_table(LAYOUT, members, codecs("none"), PART_BYTES) if each.group.expert == 3)
+    hub, step = part.summing[0], np.random.default_rng(0).standard_normal(part.size).astype(np.float32)
+    updates = {i: (9, partial(np.copy, -100 * step if i == hub else step)) for i in part.inputs}
+    mean = np.empty(part.size, np.float32)
+    make_mean(part, members, updates, mean, True, {hub: part.in_cell(hub)})
+    assert mean @ step > -1e-3 * (step @ step)
+
+
+def test_a_cells_mean_that_is_the_result_alone_can_be_checked() -> None:
+    async def main() -> None:
+        plan = make_plan_of(owned_by(lambda of: of(0, "proven")[:3]))
+        played = await Round.open(plan, random_updates(plan), "int4", clips=True)
+        await played.run()
+        part = next(each for each in played.empty().parts if each.group.expert == 3)
+        reducer = played.exchanges[plan.members[part.reducer].peer]
+        assert part.inputs == part.summing
+        kept = reducer.inputs.of_part[part.index]
+        inputs = Inputs(tuple(each.signed for each in kept.values() if each.signed is not None))
+        found = read_inputs(inputs, part, reducer.results, SimulatedIdentity("0000"))
+        bodies = {i: (each.update.tokens, each.body) for i, each in kept.items()}
+        result, behind = reducer.results.encoded[part.index], behind_means(found)
+        assert not is_wrong(part, plan.members, bodies, result, True, behind)
+        other = part.codec.encode(part.codec.decode(result, part.size) * np.float32(1.5))
+        assert is_wrong(part, plan.members, bodies, other, True, behind)
+
+    simulate(main)
+
+
 def test_a_lost_hub_costs_its_cells_work_on_its_column_and_no_result() -> None:
     async def main() -> None:
         plan = open_plan()
@@ -156,6 +228,79 @@ def test_a_lost_hub_costs_its_cells_work_on_its_column_and_no_result() -> None:
                 results = played.exchanges[peer].results
                 assert results.verified(part)
                 assert set(results.contributors(part)) >= set(part.contributors) - without - {lost}
+
+    simulate(main)
+
+
+@pytest.mark.parametrize("columns", [1, 2])
+@pytest.mark.parametrize("fault", ["lost", "lies", "withholds"])
+def test_a_hub_puts_no_member_of_its_cell_on_probation(fault: str, columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether it is lost or leaves them out. Who sends updates of experts alone is on probation if two hubs tell."""
+    members = open_members(3, 60, newcomers=60 - 7 * columns)
+    plan = make_plan_of(replace(m, routed=(3 * (i % 4 == 0), 0, 0, 0)) for i, m in enumerate(members))
+    parts = part_table(LAYOUT, plan.members, codecs("int4"), 64)
+    first = next(part for part in parts if part.group.kind == "shared")
+    assert len({part.hubs for part in parts if part.group.kind == "shared"}) == columns
+    expert = next(part for part in parts if part.group.expert == 0)
+    cell = {first.cell_of[i]: [j for j in expert.contributors if first.cell_of[j] == first.cell_of[i]]
+            for i in expert.contributors if expert.hub_of(i) not in expert.summing}
+    direct = [i for i in next(its for each, its in cell.items() if each != -1) if i not in first.hubs]
+    hub = first.hub_of(direct[0])
+    assert hub is not None
+    honest_sum, honest_has = Reducer._make_sum, SentUpdate.has
+
+    async def make_sum(self: Reducer, part: Part, own: EncodedUpdate | None) -> None:
+        if fault == "lies" and self.context.me == hub and part.index in self._cells:
+            self._arrived.pop(part.index, None)
+        await honest_sum(self, part, own)
+
+    def has(self: SentUpdate, part: Part) -> bool:
+        withholds = fault == "withholds" and self.context.me == direct[0] and part.group.kind == "shared"
+        return not withholds and honest_has(self, part)
+
+    async def main() -> None:
+        played = await Round.open(plan, random_updates(plan), "int4", part_bytes=64)
+        peers = [m.peer for i, m in enumerate(plan.members) if i != hub or fault != "lost"]
+        if fault == "lost":
+            played.network.kill(plan.members[hub].peer)
+        await played.run(peers)
+        withheld = played.commit(peers).withholding
+        assert withheld == ((direct[0],) if fault == "withholds" and columns > 1 else ())
+
+    monkeypatch.setattr(Reducer, "_make_sum", make_sum)
+    monkeypatch.setattr(SentUpdate, "has", has)
+    simulate(main)
+
+
+@pytest.mark.long
+def test_small_steps_add_up_also_where_lots_draw_other_hubs_each_round() -> None:
+    """Steps far below what `int4` rounds to: each hub keeps what it dropped until it makes a mean of the part again."""
+    rounds, small = 48, 0.03
+
+    async def main() -> None:
+        rng, members, total = np.random.default_rng(0), open_members(3, 48, experts=0), np.zeros(LAYOUT.size)
+        members = tuple(replace(m, tokens=10, routed=(0,) * 4) for m in members)
+        step = np.full(LAYOUT.size, small, np.float32)
+        step[::128] = 1.0
+        groups = [group for group in LAYOUT.groups if group.expert is None]
+        pending = {m.peer: {group.name: np.zeros(group.size, np.float32) for group in groups} for m in members}
+        kept = {m.peer: ReducerResiduals(memory_scratch) for m in members}
+        for _ in range(rounds):
+            plan = make_plan_of(replace(m, lot=rng.bytes(8)) for m in members)
+            for its in pending.values():
+                for group in groups:
+                    noise = rng.standard_normal(group.size).astype(np.float32) * np.float32(0.02)
+                    its[group.name] += step[group.start : group.stop] + noise * (step[group.start : group.stop] < 1)
+            played = await Round.open(plan, pending, "int4", residuals={peer: each.by_key for peer, each in kept.items()})
+            await played.run()
+            total += played.new_base("0000", played.commit(), np.zeros(LAYOUT.size, np.float32))
+            for peer, exchange in played.exchanges.items():
+                kept[peer].settle([exchange], exchange.results, {part.index for part in exchange.results.parts})
+                for part, sent in exchange.sent.values():
+                    here = slice(part.start - part.group.start, part.stop - part.group.start)
+                    pending[peer][part.group.name][here] -= taken(exchange.results, part, sent)
+        moved = total[groups[0].start : groups[0].stop]
+        assert moved[step[groups[0].start : groups[0].stop] < 1].mean() > 0.9 * rounds * small
 
     simulate(main)
 

@@ -22,7 +22,7 @@ from spes_p2p.peer.courtesy import KNOWN_PATIENCE, LEAST_SHARE, Wait
 from spes_p2p.peer.gathering import LOOK_S, PING_EVERY_S, Gathering, RoundContext
 from spes_p2p.peer.transfers import COMPLAINT_SILENCES
 from spes_p2p.rounds.commit import HOLDERS, check_staged, disagreeing, lost_reducers, unserved_reducers
-from spes_p2p.rounds.parts import exchange_limit_s, exchange_s
+from spes_p2p.rounds.parts import exchange_limit_s, exchange_s, waits_for
 from spes_p2p.rounds.planned import trusted
 from spes_p2p.rounds.results import Results
 
@@ -198,7 +198,7 @@ class StagedReports:
         stalled = []
         for reducer, since in self._complaints.items():
             its = [part for part in self.results.parts if part.reducer == reducer]
-            children = {i for part in its for i in range(len(names)) if reducer in (part.parent(i), part.pushed_to(i))}
+            children = {i for part in its for i in range(len(names)) if waits_for(part, i)}
             living = {i for i in known & (children or known) if names[i] in alive and i != reducer}
             inputs = {i for part in its for i in part.inputs}
             are_agreed = inputs <= known and inputs & living <= since.keys()

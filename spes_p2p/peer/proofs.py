@@ -127,7 +127,7 @@ class Proofs:
         commit = self._log.commit_at(proof.round)
         results = await self._kept.described(commit, self._fetcher, donors)
         part = next((each for each in results.committed(commit) if each.index == proof.part), None)
-        if part is None or (len(part.inputs) < 2 and proof.cell is None):
+        if part is None or not part.is_mean:
             raise Refused(Code.NOT_PROVEN, f"part {proof.part} of round {proof.round} is no mean")
         plan, updates = results.plan, read_inputs(proof.inputs, part, results, self._world.identity)
         if proof.cell is None:

@@ -379,7 +379,7 @@ class Reducer:
                 encoded = updates[part.inputs[0]].body if mean is None else mean.encoded
                 self.context.put(part, self._revision, encoded)
                 self._note_contributors(part.index, updates, set() if mean is None else mean.clipped)
-            if mean is not None:
+            if updates and part.is_mean:
                 self._keep(part, updates, mean)
         self._made.add(part.index)
 
@@ -403,11 +403,14 @@ class Reducer:
         self._clipped[index] = _union([self._mask(set()), *(each.update.clipped for each in updates.values()),
                                        *(behind[i] for i in clipped)])
 
-    def _keep(self, part: Part, updates: dict[int, Input], mean: EncodedMean) -> None:
-        """Keep a mean's inputs for members that check it, their digest, and its residual for the next round."""
+    def _keep(self, part: Part, updates: dict[int, Input], mean: EncodedMean | None) -> None:
+        """Keep a mean's inputs for members that check it, their digest, and its residual for the next round.
+
+        `mean`: None where a single cell's is the result.
+        """
         self.inputs.of_part[part.index] = updates
-        self._inputs[part.index] = mean.inputs
-        if part.codec.is_lossy:
+        self._inputs[part.index] = inputs_digest(_updates(updates)) if mean is None else mean.inputs
+        if part.codec.is_lossy and mean is not None:
             self.new_residuals[residual_key(part)] = self._means[part.index]
 
     def _mask(self, members: set[int]) -> bytes:

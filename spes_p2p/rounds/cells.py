@@ -15,6 +15,7 @@ sum their updates and one mean of each cell, and bound what such a mean can do (
 from __future__ import annotations
 
 import math
+import statistics
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -80,7 +81,8 @@ def make_cells(members: Sequence[Member], reducers: Sequence[int]) -> Cells | No
 def _of_strangers(members: Sequence[Member], reducers: Sequence[int]) -> Cells | None:
     """Divide a round's strangers; None if they are few, if too few of them can be hubs, or if strangers reduce.
 
-    Lots draw who meets whom: no identity can be made for a place.
+    Lots draw who meets whom: no identity can be made for a place. Lines above the median count as that: with a claim of its own
+    a class of liars would be a whole column.
     """
     strangers = [i for i, member in enumerate(members) if member.is_stranger]
     able = [i for i in strangers if members[i].standing == "proven" and members[i].bandwidth > 0 and not members[i].demoted]
@@ -88,7 +90,9 @@ def _of_strangers(members: Sequence[Member], reducers: Sequence[int]) -> Cells |
     if len(strangers) < LEAST_STRANGERS or len(able) < count or not set(strangers).isdisjoint(reducers):
         return None
     order = sorted(strangers, key=lambda i: members[i].lot)
-    fastest_first = sorted((i for i in order if i in able), key=lambda i: -round(math.log2(members[i].bandwidth)))
+    median = statistics.median_high(members[i].bandwidth for i in able)
+    rates = {i: round(math.log2(min(members[i].bandwidth, median))) for i in able}
+    fastest_first = sorted((i for i in order if i in rates), key=lambda i: -rates[i])
     columns = tuple(tuple(fastest_first[start : start + count]) for start in range(0, len(able) - count + 1, count))
     cell_of = {hub: cell for column in columns for cell, hub in enumerate(column)}
     others = (i for i in order if i not in cell_of)

@@ -69,7 +69,7 @@ def means_by_reducer(commit: Commit, results: Results) -> dict[str, list[Part]]:
     """Return the committed parts that are means of updates, by the peer that reduced them."""
     found: dict[str, list[Part]] = {}
     for part in results.committed(commit):
-        if len(part.inputs) > 1:
+        if part.is_mean:
             found.setdefault(results.plan.members[part.reducer].peer, []).append(part)
     return found
 

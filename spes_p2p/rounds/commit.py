@@ -24,6 +24,8 @@ from spes_p2p.rounds.results import ABSENT, Results
 
 HOLDERS = 2
 """A part is in the base if this many members that are no strangers, or the only one, hold it durably."""
+WITNESSES = 2
+"""A stranger withheld what so many hubs of its cell lack: one hub may leave out whom it likes."""
 
 
 def contributions(commit: Commit, results: Results, tokens_per_step: int) -> tuple[tuple[str, int, int], ...]:
@@ -115,14 +117,31 @@ def make_commit(parent: Commit, plan: Plan, results: Results, staged: Mapping[in
 def _withholding(results: Results, reduced: Sequence[Part]) -> tuple[int, ...]:
     """Return the strangers whose updates nobody can audit: they trained, but gave to none of the parts of shared weights.
 
-    Where no vouched member gave to these either, their reducers are to blame.
+    Where no vouched member gave to these either, their reducers are to blame. So is a hub that is lost, or that alone leaves
+    out a member of its cell.
     """
     members, givers = results.plan.members, dict[bool, set[int]]({True: set(), False: set()})
     for part in reduced:
         givers[part.group.kind == "shared"].update(results.contributors(part))
     if not any(members[i].standing == "vouched" for i in givers[True]):
         return ()
-    return tuple(i for i in sorted(givers[False] - givers[True]) if members[i].is_stranger and members[i].tokens)
+    shared, found = [part for part in reduced if part.group.kind == "shared"], sorted(givers[False] - givers[True])
+    return tuple(
+        i for i in found
+        if members[i].is_stranger and members[i].tokens and len(_left_out_by(results, shared, i)) >= WITNESSES
+    )
+
+
+def _left_out_by(results: Results, parts: Sequence[Part], member: int) -> set[int]:
+    """Return who of different columns summed without a member: hubs of its cell, or reducers, whose word suffices."""
+    found = set[int]()
+    for part in parts:
+        hub = part.hub_of(member)
+        if hub is None or hub not in part.summing:
+            return set(range(WITNESSES))
+        if not set(part.in_cell(hub)).isdisjoint(results.contributors(part)):
+            found.add(hub)
+    return found
 
 
 def _next_electorate(parent: Commit, plan: Plan, incarnations: Mapping[str, str]) -> tuple[str, ...]:

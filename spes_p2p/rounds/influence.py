@@ -101,9 +101,9 @@ def clipped_mean(contributions: Sequence[Contribution], mean: np.ndarray, clips:
     weights = tokens
     several = [each.members for each in contributions]
     if clips and (len(tokens) >= ENOUGH_TO_CLIP or len(judges) < len(tokens)):
-        bound = int(WEIGHT_RATIO * statistics.median_low(tokens[i] // several[i] for i in judges))
+        bound = int(WEIGHT_RATIO * statistics.median_low(max(1, tokens[i] // several[i]) for i in judges))
         tokens = [min(count, bound * members) for count, members in zip(tokens, several, strict=True)]
-        trained = [min(max(each.trained, each.tokens) // each.members, bound) for each in contributions]
+        trained = [min(max(1, max(each.trained, each.tokens) // each.members), bound) for each in contributions]
         square_sums = [square_sum(updates[i]) for i in range(len(tokens))]
         factors = _factors(square_sums, trained, judges, NORM_RATIO)
         tokens = [count if factor * OUTLIER_RATIO >= NORM_RATIO else 0 for count, factor in zip(tokens, factors, strict=True)]

@@ -84,6 +84,11 @@ class Part:
             return self.contributors
         return tuple(sorted({*self.summing, *(i for i in self.contributors if self.hub_of(i) not in self.summing)}))
 
+    @property
+    def is_mean(self) -> bool:
+        """Whether the result is a mean: the reducer's, or that of a single cell."""
+        return len(self.inputs) > 1 or bool(self.summing)
+
     def hub_of(self, member: int) -> int | None:
         """Return the hub of the member's cell; None if it has none."""
         cell = self.cell_of[member] if self.hubs else NO_CELL
@@ -225,6 +230,12 @@ def extra_copies(part: Part, reducer: int, ends: int) -> int:
 def pulls(part: Part, member: int) -> bool:
     """Return whether the member fetches the part's result. Its reducer does not, nor a sole contributor, which has it."""
     return member != part.reducer and part.contributors != (member,)
+
+
+def waits_for(part: Part, member: int) -> bool:
+    """Return whether the member pushes to the part's reducer, or pulls from it: whether it notices one that stalls."""
+    pushes = part.pushes(member) and part.pushed_to(member) == part.reducer
+    return pushes or (pulls(part, member) and part.parent(member) == part.reducer)
 
 
 def traffic(parts: Sequence[Part], members: int) -> tuple[list[int], list[int]]:

@@ -7,6 +7,7 @@ from typing import Protocol
 
 import numpy as np
 
+from spes_p2p.rounds.cells import NO_CELL
 from spes_p2p.rounds.parts import Part
 from spes_p2p.rounds.results import Results
 from spes_p2p.storage.scratch import Scratch, scratch_arrays
@@ -37,7 +38,8 @@ class ReducerResiduals:
     def settle(self, exchanges: Sequence[Reduction], results: Results, committed: set[int]) -> None:
         """Take the residuals of a commit. `exchanges`: this peer's in the round; `committed`: indices of the committed parts.
 
-        The residual of a part that moved to another reducer or hub is dropped.
+        The residual of a part that moved to another reducer or hub is dropped, except of a cell of strangers: lots draw other
+        hubs each round, so each keeps what it dropped until it makes a mean of the part again.
         """
         if not exchanges:
             return
@@ -47,7 +49,8 @@ class ReducerResiduals:
             of_part = residual_key(part), part.revision, part.reducer == me, part.index in committed
             of_cell = residual_key(part, is_cell=True), 0, me in part.summing, of_part[-1] and _includes_cell(results, part, me)
             for key, revision, is_mine, is_included in (of_part, of_cell):
-                if not is_mine or (is_included and (revision, key) in made):
+                waits = key < 0 and NO_CELL in part.cell_of
+                if not (is_mine or waits) or (is_included and (revision, key) in made):
                     older.pop(key, None)
                 if is_mine and is_included and (revision, key) in made:
                     newer[key] = made[revision, key]

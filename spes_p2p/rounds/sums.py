@@ -16,6 +16,7 @@ import numpy as np
 from spes_p2p.consensus.output import Identity
 from spes_p2p.consensus.signed import read_signed
 from spes_p2p.errors import Refused
+from spes_p2p.messages.admission import Standing
 from spes_p2p.messages.refusals import Code
 from spes_p2p.messages.rounds import Inputs, Pushed, Update
 from spes_p2p.rounds.cells import NO_CELL
@@ -65,7 +66,7 @@ def check_contributors(update: Update, part: Part, sender: int, members: int) ->
         named, clipped = set(from_mask(update.members)), set(from_mask(update.clipped))
         widths = {len(update.members), len(update.clipped)}
         fits = widths == {mask_bytes(members)} and bool(named) and clipped <= named <= set(part.in_cell(sender))
-        fits &= len(update.inputs) == DIGEST_BYTES
+        fits &= len(update.inputs) == DIGEST_BYTES and update.tokens >= len(named)  # each has one at least
     if not fits:
         raise Refused(Code.MALFORMED, f"part {part.index} cannot have these contributors")
 
@@ -85,13 +86,19 @@ def make_mean(
     order = sorted(updates)
     found = [
         Contribution(
-            weight_of(part, members, behind.get(i, (i,)), tokens, clips), decode, members[i].standing,
+            weight_of(part, members, behind.get(i, (i,)), tokens, clips), decode, _standing(members, i, behind),
             tokens if members[i].is_stranger else 0, len(behind.get(i, (i,))),
         )
         for i, (tokens, decode) in sorted(updates.items())
     ]
     have_cells = part.summing and NO_CELL not in part.cell_of
     return {order[place] for place in clipped_mean(found, mean, clips and not have_cells)}
+
+
+def _standing(members: Sequence[Member], sender: int, behind: Mapping[int, tuple[int, ...]]) -> Standing:
+    """Return the standing of an update or of a cell's mean: newcomers' updates count as such whoever sums them."""
+    are_new = sender in behind and all(members[i].standing == "newcomer" for i in behind[sender])
+    return "newcomer" if are_new else members[sender].standing
 
 
 def added_residual(part: Part, mean: np.ndarray, residual: np.ndarray) -> np.ndarray:
