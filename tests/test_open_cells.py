@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -11,9 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 from exchange_round import LAYOUT, PART_BYTES, Round, codecs, make_plan_of, random_updates
-from open_campaign import unaudited_swarm
+from open_campaign import GENESIS, announce, unaudited_swarm
 from test_audited_swarms import attacking, audited_swarm, audits
 from test_cells import (
+    WIDE_OF_4,
     HubsLie,
     lie_as_hub,
     more_tokens,
@@ -25,18 +27,25 @@ from test_cells import (
 
 from spes_p2p.consensus import admission
 from spes_p2p.messages.admission import Standing
-from spes_p2p.messages.rounds import Inputs
+from spes_p2p.messages.codec import unpack
+from spes_p2p.messages.framing import Kind
+from spes_p2p.messages.methods import PULL
+from spes_p2p.messages.rounds import Inputs, PullRequest, Unanswered
 from spes_p2p.net.interfaces import World
+from spes_p2p.net.rpc import Stream
 from spes_p2p.observe.events import ResultsChecked
 from spes_p2p.peer.cell_means import CellMean
 from spes_p2p.peer.exchange_context import EncodedUpdate, SentUpdate
 from spes_p2p.peer.exchanges import Exchanges
 from spes_p2p.peer.kept_inputs import Input
 from spes_p2p.peer.own_work import taken
+from spes_p2p.peer.part_frames import numbered
 from spes_p2p.peer.reducer import EncodedMean, Reducer
 from spes_p2p.rounds.cells import make_cells
+from spes_p2p.rounds.checks import checkers, disputed
+from spes_p2p.rounds.commit import _lacks
 from spes_p2p.rounds.influence import Contribution, clipped_mean
-from spes_p2p.rounds.parts import Part, moved_parts, part_table
+from spes_p2p.rounds.parts import Part, moved_parts, part_table, pulls
 from spes_p2p.rounds.planned import Member
 from spes_p2p.rounds.reducer_residual import ReducerResiduals
 from spes_p2p.rounds.sums import behind_means, is_wrong, make_mean, read_inputs
@@ -374,3 +383,91 @@ def _of_length_1(values: np.ndarray) -> np.ndarray:
 
 def _contribution(update: np.ndarray, tokens: int, standing: Standing, members: int = 1) -> Contribution:
     return Contribution(tokens, partial(np.copy, update.astype(np.float32)), standing, 1000 * members, members)
+
+
+def test_one_that_stalls_in_each_cell_keeps_out_its_own_work_only() -> None:
+    """Also where reducers have waited for strangers for as long as they may."""
+    plan = make_plan_of(open_members(3, 60, newcomers=16))
+    stalling = range(3, 10)
+
+    async def main() -> None:
+        played = await Round.open(plan, random_updates(plan), "int4", round_s=60.0, clips=True)
+        for exchange in played.exchanges.values():
+            exchange._context.strangers.spend(math.inf, is_in_vain=True)
+            if exchange.me in stalling:
+                exchange._transfers._send_updates = stall  # type: ignore[method-assign]
+        running = asyncio.create_task(played.run())
+        await asyncio.sleep(5.0)
+        shared = [part for part in played.empty().parts if part.group.expert is None]
+        for part in shared:
+            found = played.exchanges[plan.members[part.reducer].peer].results.contributors(part)
+            assert set(found) == set(range(63)) - set(stalling)
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+    async def stall(stream: Stream, reducer: int) -> None:
+        await stream.alive(asyncio.sleep(100))
+
+    simulate(main)
+
+
+def test_what_a_hub_hands_on_empty_comes_from_the_reducer() -> None:
+    plan = make_plan_of(open_members(3, 60, newcomers=16))
+
+    async def main() -> None:
+        played = await Round.open(plan, random_updates(plan), "int4")
+        parts = played.empty().parts
+        liar = next(part.summing[0] for part in parts if part.summing)
+        serving = played.exchanges[plan.members[liar].peer]._serving
+
+        async def hand_on_nothing(stream: Stream) -> None:
+            request, puller = unpack(PullRequest, await stream.message()), plan.index(stream.remote)
+            assert puller is not None
+            its = [part for part in serving._of(puller, request.parts) if pulls(part, puller)]
+            for part in its[request.lane :: request.lanes]:
+                await stream.send(numbered(part.index), b"", kind=Kind.PART)
+            await stream.send(kind=Kind.END)
+
+        await played.endpoints[plan.members[liar].peer].serve(PULL, hand_on_nothing)
+        await played.run()
+        for exchange in played.exchanges.values():
+            assert all(exchange.results.verified(part) for part in parts)
+
+    simulate(main)
+
+
+def test_a_tiny_update_of_one_of_two_past_probation_takes_no_others_work_in_its_cell() -> None:
+    step = _of_length_1(np.random.default_rng(0).standard_normal(1000))
+    updates = [_contribution(1e-4 * step, 1000, "proven"), _contribution(step, 1000, "proven")]
+    updates += [_contribution(step, 250, "newcomer") for _ in range(6)]
+    mean = np.empty(1000, np.float32)
+    clipped_mean(updates, mean, clips=True, in_cell=True)
+    assert mean @ step > 0.6
+
+
+def test_newcomers_that_blame_hubs_demote_nobody_beside_a_vouched_member() -> None:
+    names = tuple("ABCDEFGHIW")
+    commit = replace(GENESIS, round=5, plan="p", members=names, vouched=())
+    assert commit.trusted.intersection(names) == {"W"}
+    checker_of = checkers(commit, "open")
+    told = {
+        peer: announce(unanswered=tuple(Unanswered(5, each) for each in names if checker_of[each] == peer)) for peer in names
+    }
+    blamed = {peer for peer, by in checker_of.items() if by == "W"}
+    assert disputed([commit], told, "open") == blamed
+
+
+def test_a_stranger_whose_shared_weights_only_itself_has_as_a_hub_withholds_them() -> None:
+    async def main() -> None:
+        plan = make_plan_of(open_members(3, 60))
+        played = await Round.open(plan, random_updates(plan), "int4", layout=WIDE_OF_4, part_bytes=2**10)
+        parts = [part for part in played.empty().parts if part.group.kind == "shared"]
+        hub = next(part.summing[0] for part in parts)
+        givers = {part.index: set(part.contributors) - ({hub} if part.hub_of(hub) != hub else set()) for part in parts}
+        assert _lacks(parts, givers, hub)
+        assert not any(_lacks(parts, givers, i) for i in range(63) if i != hub)
+        one = next(part.hub_of(hub) for part in parts if part.hub_of(hub) != hub)
+        lost = {part.index: set(part.contributors) - ({hub} if part.hub_of(hub) == one else set()) for part in parts}
+        assert not _lacks(parts, lost, hub)
+
+    simulate(main)

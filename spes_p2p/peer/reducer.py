@@ -24,7 +24,7 @@ from spes_p2p.messages.rounds import Manifest, Pushed, Update
 from spes_p2p.net.rpc import Stream
 from spes_p2p.net.tasks import end_tasks
 from spes_p2p.peer.cell_means import CellMean
-from spes_p2p.peer.courtesy import EARLY_S, KNOWN_PATIENCE, LEAST_SHARE, Wait
+from spes_p2p.peer.courtesy import EARLY_S, KNOWN_PATIENCE, LEAST_S, LEAST_SHARE, Wait
 from spes_p2p.peer.exchange_context import EncodedUpdate, ExchangeContext, SentUpdate, next_batch
 from spes_p2p.peer.kept_inputs import Input, KeptInputs
 from spes_p2p.peer.part_frames import Deadline, read_update
@@ -58,9 +58,10 @@ STRANGERS_SILENCES = 3.0
 """After this many times `silence_s` in which only strangers are awaited and no sum is complete, none is waited for: after four,
 members' complaints take this reducer's parts (`StagedReports`)."""
 
-HUBS_SILENCES = 0.25
-"""A hub of strangers waits for its cell for what the lines of all others need, and this many times `silence_s`: its mean must
-come before reducers give up strangers."""
+HUBS_PATIENCE, HUBS_PATIENT_ROUNDS = 3.0, 8
+"""A hub of strangers waits for this many times what half of its cell took. In one round of so many, the same at all, it waits
+for at least half of what a reducer may wait for strangers, in others for half of its least, or LEAST_S: reducers save for the
+long wait, and members with slow lines are complete in some rounds."""
 
 ANY_RATE = 1.0
 """Bytes per second, for a sender that counts as stalled only when nothing comes."""
@@ -155,6 +156,8 @@ class Reducer:
         known, names = trusted(self.context.plan.members), self.context.names
         strangers, known = set(range(len(names))) - known, known - self._hubs  # a hub waits for its cell
         half, half_at, due, looked_at = len(known & self._awaited_now() | {me}) / 2, math.inf, math.inf, started
+        is_hub, cell, cell_s = bool(self._cells) and me in strangers, len(self._awaited_now()), math.inf
+        """Of strangers: how many it waits for, and how long half of them took."""
         wait: Wait | None = None
         alone_at: float | None = None
         """Loop time since when only strangers are awaited."""
@@ -170,7 +173,8 @@ class Reducer:
                 due_s = started + self.context.trusted_s - clock() if wait is None else wait.left_s()
                 if (late_s := due - clock()) > EARLY_S and wait is None:
                     due_s = min(late_s, due_s) if due_s > EARLY_S else late_s
-                waits_s = silence_s / 4
+                left_s = started + self._hub_s(cell_s) - clock() if is_hub else math.inf
+                waits_s = min(silence_s / 4, max(EARLY_S, left_s))
                 with contextlib.suppress(asyncio.TimeoutError):
                     await asyncio.wait_for(self._news.wait(), min(waits_s, due_s) if due_s > EARLY_S else waits_s)
                 waited_s = clock() - started
@@ -189,7 +193,9 @@ class Reducer:
                 if wait is not None and not awaited:
                     wait.end(is_in_vain=False, at=self._counted_at)
                     wait = None
-                if self._cells and me in strangers and waited_s >= self.context.trusted_s + HUBS_SILENCES * silence_s:
+                if is_hub and len(awaited) <= cell / 2:
+                    cell_s = min(cell_s, waited_s)
+                if is_hub and waited_s >= self._hub_s(cell_s):
                     lost |= strangers
                 alone_at = (alone_at or clock()) if awaited and awaited <= strangers and not self._cells else None
                 if wait is None and alone_at is not None and waited_s >= self.context.trusted_s - EARLY_S:
@@ -206,6 +212,15 @@ class Reducer:
                 wait.end(is_in_vain=True)
             await end_tasks([taking])
         self._write_manifest()
+
+    def _hub_s(self, cell_s: float) -> float:
+        """Return for how long a hub of strangers waits for its cell. `cell_s`: how long half of it took."""
+        context, silence_s = self.context, self.context.endpoint.silence_s
+        if context.plan.round % HUBS_PATIENT_ROUNDS:
+            more_s = max(LEAST_S, LEAST_SHARE * context.round_s / 2)
+        else:
+            more_s = max(context.trusted_s + silence_s, STRANGERS_SHARE * context.round_s) / 2
+        return context.trusted_s + max(more_s, min(HUBS_PATIENCE * cell_s - context.trusted_s, silence_s / 4))
 
     def _awaited_now(self) -> set[int]:
         return set().union(*self._awaited.values())

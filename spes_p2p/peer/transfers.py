@@ -11,7 +11,7 @@ import contextlib
 import logging
 import math
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator, Sequence
 from functools import cached_property
 from itertools import chain
 
@@ -29,6 +29,7 @@ from spes_p2p.peer.exchange_context import ExchangeContext, SentUpdate, next_bat
 from spes_p2p.peer.part_frames import Deadline, numbered, read_part, weighted
 from spes_p2p.peer.serving import Serving
 from spes_p2p.rounds.parts import Part, pulls, stall_rates, to_mask
+from spes_p2p.rounds.results import ABSENT
 
 logger = logging.getLogger(__name__)
 
@@ -98,12 +99,14 @@ class Transfers:
     def begin(self, tell_stalled: TellStalled) -> list[asyncio.Task[None]]:
         """Open all streams; return their tasks."""
         tasks = []
+        pulling: list[asyncio.Task[None]] = []
         for i in self.others:
             if i in self._pushes:
                 self._pushing[i] = [asyncio.create_task(self._push_to(i))]
                 tasks += self._pushing[i]
             if i in self._handed:
-                tasks += [asyncio.create_task(each) for each in self._pulls_from(i, tell_stalled)]
+                pulling += [asyncio.create_task(each) for each in self._pulls_from(i, tell_stalled)]
+        tasks += pulling
         if not self._pushes:
             self._all_sent.set()
         self._open_streams, self._deadline = len(tasks), Deadline(len(tasks), self._rate)
@@ -112,7 +115,7 @@ class Transfers:
         for task in tasks:
             task.add_done_callback(self._stream_ended)
         self._moved(0)
-        return tasks
+        return [*tasks, asyncio.create_task(self._pull_again(pulling, tell_stalled))]
 
     def give_up(self, lost: Collection[int]) -> None:
         """Cancel the transfers with these members; what a hub would have handed on comes from others."""
@@ -276,6 +279,20 @@ class Transfers:
             for reducer in missing:
                 self._serving.settle_manifest(reducer)
 
+    async def _pull_again(self, pulling: Sequence[asyncio.Task[None]], tell_stalled: TellStalled) -> None:
+        """Pull from reducers what hubs gave otherwise than the manifests say, or not at all."""
+        if not pulling:
+            return
+        await asyncio.wait(pulling)
+        results, wanted = self.context.results, dict[int, dict[int, Part]]()
+        for part in (part for parent, its in self._handed.items() for part in its if parent != part.reducer):
+            if pulls(part, self.context.me) and not results.verified(part) and results.digest_of(part) != ABSENT:
+                wanted.setdefault(part.reducer, {})[part.index] = part
+        for reducer, its in wanted.items():
+            lacks = set() if (self._revision, reducer) in results.manifests else {reducer}
+            request = PullRequest(results.plan.id, self._revision, parts=to_mask(tuple(its), len(results.parts)))
+            await self._given_by(reducer, request, its, lacks, tell_stalled)
+
     async def _given_by(
         self, peer: int, request: PullRequest, wanted: dict[int, Part], missing: set[int], tell_stalled: TellStalled
     ) -> bool:
@@ -304,8 +321,10 @@ class Transfers:
                     message = await stream.message_view(Kind.PART)
                     self._moved(len(message))
                     self._serving.settle(self._store(message, wanted))
-                while request.lane == 0 and (manifest := await stream.receive(Kind.MANIFEST)) is not None:
-                    missing.discard(self._take_manifest(known, await unpack_beside(Manifest, manifest)))
+                while request.lane == 0 and (body := await stream.receive(Kind.MANIFEST)) is not None:
+                    manifest = await unpack_beside(Manifest, body)
+                    if manifest.reducer in known or not request.parts:  # of others, too, if it is asked in a hub's place
+                        missing.discard(self._take_manifest(known, manifest))
             return True
         except (PeerUnreachable, Refused, WireError) as error:
             logger.info("pull from %s: %s", self.context.names[peer][-6:], error)

@@ -59,7 +59,9 @@ def disputed(recent: Sequence[Commit], announcements: Mapping[str, Announcement]
     for peer, announcement in announcements.items():
         for each in announcement.unanswered:
             commit, checker_of = by_round.get(each.round, (None, {}))
-            if commit is not None and each.peer in announcements and checker_of.get(each.peer) == peer:
+            if commit is None or (rule == "open" and commit.trusted and peer not in commit.trusted):
+                continue  # a newcomer gives up nothing
+            if each.peer in announcements and checker_of.get(each.peer) == peer:
                 is_above = rule == "open" and peer in commit.trusted and each.peer not in commit.trusted
                 found |= {each.peer} if is_above else {peer, each.peer}
     return frozenset(found)

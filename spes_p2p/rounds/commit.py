@@ -115,33 +115,34 @@ def make_commit(parent: Commit, plan: Plan, results: Results, staged: Mapping[in
 
 
 def _withholding(results: Results, reduced: Sequence[Part]) -> tuple[int, ...]:
-    """Return the strangers whose updates nobody can audit: they trained, but gave to none of the parts of shared weights.
+    """Return the strangers whose updates nobody can audit: they trained, but hardly anybody has their shared weights.
 
     Where no vouched member gave to these either, their reducers are to blame. So is a hub that is lost, or that alone leaves
-    out a member of its cell.
+    out a member of its cell. A member's word as its own hub does not count.
     """
-    members, givers = results.plan.members, dict[bool, set[int]]({True: set(), False: set()})
-    for part in reduced:
-        givers[part.group.kind == "shared"].update(results.contributors(part))
-    if not any(members[i].standing == "vouched" for i in givers[True]):
+    members, shared = results.plan.members, [part for part in reduced if part.group.kind == "shared"]
+    givers = {part.index: set(results.contributors(part)) for part in reduced}
+    if not any(members[i].standing == "vouched" for part in shared for i in givers[part.index]):
         return ()
-    shared, found = [part for part in reduced if part.group.kind == "shared"], sorted(givers[False] - givers[True])
-    return tuple(
-        i for i in found
-        if members[i].is_stranger and members[i].tokens and len(_left_out_by(results, shared, i)) >= WITNESSES
-    )
+    gave = set[int]().union(*givers.values())
+    return tuple(i for i in sorted(gave) if members[i].is_stranger and members[i].tokens and _lacks(shared, givers, i))
 
 
-def _left_out_by(results: Results, parts: Sequence[Part], member: int) -> set[int]:
-    """Return who of different columns summed without a member: hubs of its cell, or reducers, whose word suffices."""
-    found = set[int]()
-    for part in parts:
+def _lacks(shared: Sequence[Part], givers: Mapping[int, set[int]], member: int) -> bool:
+    """Return whether reducers, or most hubs of a member's cell, lack all its updates. `givers`: by part index, who is in."""
+    having, lacking, directly = set[int](), set[int](), set[bool]()
+    for part in shared:
         hub = part.hub_of(member)
         if hub is None or hub not in part.summing:
-            return set(range(WITNESSES))
-        if not set(part.in_cell(hub)).isdisjoint(results.contributors(part)):
-            found.add(hub)
-    return found
+            directly.add(member in givers[part.index])
+        elif member in givers[part.index]:
+            having |= {hub} - {member}
+        elif not givers[part.index].isdisjoint(part.in_cell(hub)):
+            lacking |= {hub} - {member}
+    lacking -= having
+    if directly:
+        return True not in directly and not having
+    return len(lacking) >= WITNESSES and len(lacking) > len(having)
 
 
 def _next_electorate(parent: Commit, plan: Plan, incarnations: Mapping[str, str]) -> tuple[str, ...]:

@@ -88,12 +88,18 @@ class Contribution:
     """Members whose updates it is the mean of. Such a mean is no longer than their updates, and weighs as much as all."""
 
 
-def clipped_mean(contributions: Sequence[Contribution], mean: np.ndarray, clips: bool) -> tuple[int, ...]:
+def clipped_mean(
+    contributions: Sequence[Contribution], mean: np.ndarray, clips: bool, in_cell: bool = False
+) -> tuple[int, ...]:
     """Write the token-weighted mean to `mean`; return the places of the contributions that were clipped.
 
     Without clipped ones the result is the plain mean, bit for bit; but the less trusted weigh less where their updates would
     outweigh the others', and are named only where they lose more than phases of WEIGHT_RATIO times the steps explain. The order
     of the contributions matters to the bits.
+
+    `in_cell`: of a hub, whose mean a reducer bounds again. Among strangers it leaves out nothing, and where fewer than
+    ENOUGH_TO_CLIP of them are past probation it clips to no less than the median of all: a tiny update, even of one of two past
+    probation, would else make all others stand out.
     """
     tokens = [each.tokens for each in contributions]
     judges = _judges([each.standing for each in contributions])
@@ -105,12 +111,17 @@ def clipped_mean(contributions: Sequence[Contribution], mean: np.ndarray, clips:
         tokens = [min(count, bound * members) for count, members in zip(tokens, several, strict=True)]
         trained = [min(max(1, max(each.trained, each.tokens) // each.members), bound) for each in contributions]
         square_sums = [square_sum(updates[i]) for i in range(len(tokens))]
+        are_strangers = contributions[judges[0]].standing in ("proven", "newcomer")
+        if in_cell and are_strangers and len(judges) < ENOUGH_TO_CLIP:
+            judges = max(judges, list(range(len(tokens))), key=lambda whom: _median_norm(square_sums, trained, whom))
         factors = _factors(square_sums, trained, judges, NORM_RATIO)
-        tokens = [count if factor * OUTLIER_RATIO >= NORM_RATIO else 0 for count, factor in zip(tokens, factors, strict=True)]
+        if not (in_cell and are_strangers):
+            tokens = [count if each * OUTLIER_RATIO >= NORM_RATIO else 0 for count, each in zip(tokens, factors, strict=True)]
         weights = tokens
-        if contributions[judges[0]].standing in ("proven", "newcomer"):
-            alike = _factors(square_sums, trained, judges, 1.0)
-            weights = [max(1, int(count * alike[i])) if count and i in judges else count for i, count in enumerate(tokens)]
+        if are_strangers:
+            alike, whom = _factors(square_sums, trained, judges, 1.0), range(len(tokens)) if in_cell else judges
+            weights = [max(1, int(count * alike[i])) if count and i in whom else count for i, count in enumerate(tokens)]
+            judges = list(whom)
         judges = [i for i in judges if tokens[i]]
         if len(judges) < len(tokens):
             _write_mean(updates, [count * (i in judges) for i, count in enumerate(weights)], factors, mean, scratch)
@@ -187,6 +198,12 @@ def _centre(
     return clip
 
 
+def _median_norm(square_sums: Sequence[float], tokens: Sequence[int], judges: Sequence[int]) -> float:
+    """Return the lower median of the judges' norms per root of tokens, as `_factors` has it."""
+    least = statistics.median_high(tokens[i] for i in judges)
+    return statistics.median_low(math.sqrt(square_sums[i] / max(tokens[i], least)) for i in judges)
+
+
 def _factors(square_sums: Sequence[float], tokens: Sequence[int], judges: Sequence[int], ratio: float) -> list[float]:
     """Return the factor of each vector that brings its norm per root of tokens to at most `ratio` times the lower median.
 
@@ -195,7 +212,7 @@ def _factors(square_sums: Sequence[float], tokens: Sequence[int], judges: Sequen
     """
     least = statistics.median_high(tokens[i] for i in judges)
     norms = [math.sqrt(total / max(count, least)) for total, count in zip(square_sums, tokens, strict=True)]
-    bound = ratio * statistics.median_low(norms[i] for i in judges)
+    bound = ratio * _median_norm(square_sums, tokens, judges)
     return [bound / norm if norm > bound else 1.0 for norm in norms]
 
 

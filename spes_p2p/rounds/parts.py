@@ -115,7 +115,12 @@ class Part:
 
     def of_cell(self, hub: int) -> Part:
         """Return what a hub sums for its cell, as a part that the hub reduces."""
-        return replace(self, contributors=self.in_cell(hub), reducer=hub, hubs=(), summing=(), cell_of=())
+        return replace(self, contributors=self.in_cell(hub), reducer=hub, hubs=(), summing=())
+
+    @property
+    def is_of_cell(self) -> bool:
+        """Whether this is what a hub sums for its cell."""
+        return bool(self.cell_of) and not self.hubs
 
 
 def part_elements(codec: Codec, part_bytes: int = PART_BYTES) -> int:

@@ -92,7 +92,7 @@ def make_mean(
         for i, (tokens, decode) in sorted(updates.items())
     ]
     have_cells = part.summing and NO_CELL not in part.cell_of
-    return {order[place] for place in clipped_mean(found, mean, clips and not have_cells)}
+    return {order[place] for place in clipped_mean(found, mean, clips and not have_cells, part.is_of_cell)}
 
 
 def _standing(members: Sequence[Member], sender: int, behind: Mapping[int, tuple[int, ...]]) -> Standing:
