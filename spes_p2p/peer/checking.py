@@ -210,7 +210,7 @@ class Checking:
         asked = of_plan.get(stream.remote, set()) | {(request.part, request.of_cell)}
         most = 1 + math.ceil(expected_checks(self._exchanges.count_of_inputs(request.plan), 1, IN_REGION))
         checked = [peer for peer, by in checkers(commit, self._rule).items() if by == stream.remote]
-        if len(asked) > most * max(1, len(checked)) + AUDITED_IN_CELLS * len(auditors(commit)):
+        if len(asked) > most * max(1, len(checked)) + 2 * AUDITED_IN_CELLS * len(auditors(commit)):
             raise Refused(Code.NOT_ALLOWED, "that is more than a check needs")
         self._asked = {plan: by for plan, by in self._asked.items() if self._exchanges.count_of_inputs(plan)}
         self._asked[request.plan] = of_plan | {stream.remote: asked}
