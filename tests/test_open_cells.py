@@ -368,7 +368,7 @@ def test_strangers_in_cells_that_reverse_the_step_leave_as_much_of_it(share: flo
     updates = np.where(rng.permutation(60)[:, None] < 60 * share, reverse, honest)
     mean, means = np.empty(size, np.float32), []
     for cell in np.array_split(updates, 7):
-        clipped_mean([_contribution(each, 50, "proven") for each in cell], mean, clips=True)
+        clipped_mean([_contribution(each, 50, "proven") for each in cell], mean, clips=True, in_cell=True)
         means.append(_contribution(mean.copy(), 50 * len(cell), "proven", len(cell)))
     clipped_mean([*(_contribution(each, 1000, "vouched") for each in known), *means], mean, clips=True)
     assert left < mean @ step < 1.05
