@@ -26,15 +26,18 @@ from test_cells import (
 )
 
 from spes_p2p.consensus import admission
+from spes_p2p.errors import Refused
 from spes_p2p.messages.admission import Standing
 from spes_p2p.messages.codec import unpack
 from spes_p2p.messages.framing import Kind
 from spes_p2p.messages.methods import PULL
+from spes_p2p.messages.refusals import Code
 from spes_p2p.messages.rounds import Inputs, PullRequest, Unanswered
 from spes_p2p.net.interfaces import World
 from spes_p2p.net.rpc import Stream
 from spes_p2p.observe.events import ResultsChecked
 from spes_p2p.peer.cell_means import CellMean
+from spes_p2p.peer.checking import Checking
 from spes_p2p.peer.exchange_context import EncodedUpdate, SentUpdate
 from spes_p2p.peer.exchanges import Exchanges
 from spes_p2p.peer.kept_inputs import Input
@@ -213,6 +216,33 @@ def test_a_cells_mean_that_is_the_result_alone_can_be_checked() -> None:
         other = part.codec.encode(part.codec.decode(result, part.size) * np.float32(1.5))
         assert is_wrong(part, plan.members, bodies, other, True, behind)
 
+    simulate(main)
+
+
+@pytest.mark.usefixtures("_short_probation")
+@pytest.mark.long
+def test_a_stranger_that_gives_its_work_to_itself_alone_and_shows_it_to_nobody_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    hides, has, on_inputs = [False], SentUpdate.has, Checking._on_inputs
+
+    def gives(self: SentUpdate, part: Part) -> bool:
+        me, is_liar = self.context.me, hides[0] and self.context.endpoint.peer_id == "N"
+        return has(self, part) and not (is_liar and part.group.expert is None and part.hub_of(me) != me)
+
+    async def refuse(self: Checking, stream: Stream) -> None:
+        if hides[0] and self._node.peer_id == "N":
+            raise Refused(Code.NOT_HERE, "nothing to see here")
+        await on_inputs(self, stream)
+
+    async def main() -> None:
+        swarm = audited_swarm(STRANGERS, vouched="AB")
+        swarm.start_all("AB" + STRANGERS)
+        await swarm.until(lambda: have_cells(swarm))
+        hides[0] = True
+        await swarm.until(lambda: not all(each.passed for each in audits(swarm, "N")))
+        assert all(each.passed for name in STRANGERS[1:] for each in audits(swarm, name))
+
+    monkeypatch.setattr(SentUpdate, "has", gives)
+    monkeypatch.setattr(Checking, "_on_inputs", refuse)
     simulate(main)
 
 

@@ -244,12 +244,25 @@ class Auditing:
         """Get what the audit needs; without the member's update of shared weights there is none."""
         pushed = (*case.pushed, *await self._fetch_updates(case))
         if not any(part.group.kind == "shared" for part, _ in pushed):
-            self._drop(case)
+            await self._judge_hidden(case)
         elif case.moments:
             with contextlib.suppress(_Unwanted):
                 await self._fetch(case, pushed)
         else:
             self._conclude(case, Score(0))
+
+    async def _judge_hidden(self, case: Case) -> None:
+        """Fail a member that hides what it gave to itself alone, as its cell's hub, and takes part in the next round."""
+        log, results, member = self._node.log, case.results, case.results.plan.index(case.peer)
+        given = [part for part in results.parts if part.group.kind == "shared" and member in results.contributors(part)]
+        while log.round <= case.round:
+            await asyncio.sleep(ASK_AGAIN_S[-1])
+        assert member is not None
+        took_part = log.begins <= case.round + 1 and case.peer in log.commit_at(case.round + 1).members
+        if given and took_part and all(part.hub_of(member) == member for part in given):
+            self._conclude(case, Score(0))
+        else:
+            self._drop(case)
 
     async def _fetch_updates(self, case: Case) -> tuple[tuple[Part, Body], ...]:
         """Fetch some of the member's updates from the peers that summed them: of shared weights and router, at random.
