@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from spes_p2p.config.campaign import CampaignConfig
 from spes_p2p.content.bases import KEPT_SNAPSHOTS
 from spes_p2p.model.layout import Group
-from spes_p2p.model.memory import Setup, shared_elements, stored_bytes
+from spes_p2p.model.memory import Setup, host_shards_bytes, shared_elements, stored_bytes
 from spes_p2p.model.sizes import sizes_of
 from spes_p2p.rounds.codecs import group_codecs
 from spes_p2p.rounds.outer import base_size
@@ -42,13 +42,15 @@ class HostBytes:
     """Buffers for parts and pieces in a round."""
     stored: int
     """Foreign experts stored on the host, by each device's process."""
+    shards: int
+    """Of layers that devices divide, between phases those that are not the first one's."""
     program: int = 0
     """The processes, one per device; 0 where free memory was measured in this process, which holds it already."""
 
     @property
     def total(self) -> int:
         """Sum of all."""
-        return self.base + self.update + self.sums + self.pieces + self.stored + self.program
+        return self.base + self.update + self.sums + self.pieces + self.stored + self.shards + self.program
 
 
 def host_bytes(
@@ -63,6 +65,7 @@ def host_bytes(
         sums=(2 * sums_bytes(config) + inputs_bytes(config)) * arrays_in_memory,
         pieces=min(PIECES_BYTES, base),
         stored=setup.ranks * stored_bytes(config.model, setup) if setup.stored_on == "host" else 0,
+        shards=host_shards_bytes(config.model, setup) if setup.sharded else 0,
     )
 
 

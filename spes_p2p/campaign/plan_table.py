@@ -42,7 +42,7 @@ def describe_setup(setup: Setup, num_experts: int) -> str:
     if setup.owned < num_experts:
         words.append(f"foreign experts {setup.stored}" + (" in host memory" if setup.stored_on == "host" else ""))
     words.append(f"micro-batch {setup.micro_batch}" + f" on each of {setup.ranks} devices" * (setup.ranks > 1))
-    return ", ".join(words + ["checkpointing"] * setup.checkpointing)
+    return ", ".join(words + ["checkpointing"] * setup.checkpointing + ["layers divided among them"] * setup.sharded)
 
 
 def render_plan(plan: PeerPlan) -> Table:
@@ -110,7 +110,7 @@ def join_flags(setup: Setup, devices: str = "all") -> str:
     flags += [f"--stored {setup.stored}", f"--micro-batch-size {setup.micro_batch}"]
     flags += ["--stored-on host"] * (setup.stored_on == "host")
     flags += [f"--optimizer {setup.optimizer}"] * (setup.optimizer != "adamw")
-    return " ".join(flags + ["--activation-checkpointing"] * setup.checkpointing)
+    return " ".join(flags + ["--activation-checkpointing"] * setup.checkpointing + ["--sharding"] * setup.sharded)
 
 
 def _memory(target: Device) -> str:

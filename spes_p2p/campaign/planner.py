@@ -262,10 +262,11 @@ def _busiest(layout: Layout, members: tuple[Member, ...], me: int, codecs: Group
 def alternatives(config: CampaignConfig, target: Device) -> tuple[Alternative, ...]:
     """Return what fits with one more way to save memory after another, without those that change nothing."""
     means: tuple[tuple[str, dict[str, object]], ...] = (
-        ("small micro-batches", {"optimizer": "adamw", "checkpointing": False, "stored_on": "device"}),
-        ("+ 8-bit AdamW", {"checkpointing": False, "stored_on": "device"}),
-        ("+ checkpointing", {"stored_on": "device"}),
-        ("+ host storage", {}),
+        ("small micro-batches", {"optimizer": "adamw", "checkpointing": False, "stored_on": "device", "sharded": False}),
+        ("+ 8-bit AdamW", {"checkpointing": False, "stored_on": "device", "sharded": False}),
+        ("+ checkpointing", {"stored_on": "device", "sharded": False}),
+        ("+ host storage", {"sharded": False}),
+        ("+ sharding", {}),
     )
     found: list[Alternative] = []
     for name, asked in means:

@@ -2,7 +2,8 @@
 
 One search for `plan`, `join` and `doctor`. It returns most experts, up to a limit; among setups with that many, the one with
 the least estimated time of a step (`campaign/speed.py`), times ROUNDING_PRICE for what rounds. Estimates within 1 % count as
-equal: then what moves least comes first. Memory is computed by `model/memory.py`; nothing is allocated.
+equal: then what moves least comes first. Several devices divide the layers only where no expert fits otherwise: that moves
+all weights twice in each pass. Memory is computed by `model/memory.py`; nothing is allocated.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ Asked = Mapping[str, Any]
 
 OPTION_FLAGS = {
     "stored_on": "--stored-on", "checkpointing": "--[no-]activation-checkpointing", "optimizer": "--optimizer",
-    "stored": "--stored", "micro_batch": "--micro-batch-size",
+    "stored": "--stored", "micro_batch": "--micro-batch-size", "sharded": "--[no-]sharding",
 }
 """Option of `join` for each value of `Setup` that a user can choose."""
 
@@ -127,8 +128,12 @@ def find_room(
     """
     asked = asked or {}
     limit = config.experts.experts_per_peer or config.model.moe_num_experts
-    for number in range(limit, -1, -1) if owned is None else (owned,):
-        fitting = [choice for choice in choices(config, device, number, asked) if fits(config, device, choice)]
+    numbers = range(limit, -1, -1) if owned is None else (owned,)
+    for sharded, number in sorted(product((False, True), numbers), key=lambda each: each[1] == 0):
+        fitting = [
+            choice for choice in choices(config, device, number, {"sharded": sharded, **asked})
+            if fits(config, device, choice)
+        ]
         if fitting:
             return _fastest(config, fitting)
     raise UserError(_refusal(config, device, memory_name, asked, owned or 0))
@@ -155,10 +160,13 @@ def choices(config: CampaignConfig, device: Device, owned: int, asked: Asked) ->
         "stored_on": ("device", "host") if on_gpu else ("device",),
         "checkpointing": (False, True),
         "micro_batch": tuple(size for size in range(largest, 0, -1) if share % size == 0),
+        "sharded": (False, True),
     }
     options.update({name: (value,) for name, value in asked.items()})
     for values in product(*options.values()):
         chosen: dict[str, Any] = dict(zip(options, values, strict=True))
+        if chosen["sharded"] and (device.ranks == 1 or not chosen["checkpointing"]):
+            continue
         corrected = training.second_moment_peers != 1 and chosen["optimizer"] == "adamw"
         setup = Setup(
             owned=owned, device=device.kind, bf16=on_gpu, muon=training.optimizer == "muon", corrected=corrected,
@@ -169,7 +177,7 @@ def choices(config: CampaignConfig, device: Device, owned: int, asked: Asked) ->
 
 def fits(config: CampaignConfig, device: Device, choice: Choice) -> bool:
     """Return whether the device has room, and the main memory for experts that are stored there."""
-    if choice.setup.stored_on == "host" and device.kind == "cuda" and device.host_memory is not None:
+    if (choice.setup.stored_on == "host" or choice.setup.sharded) and device.kind == "cuda" and device.host_memory is not None:
         host = host_bytes(config, choice.setup, device.base_in_memory).total
         if host + HOST_RESERVED_BYTES > device.host_memory:
             return False
@@ -228,7 +236,7 @@ def nearest(config: CampaignConfig, device: Device, asked: Asked, owned: int) ->
             return f"{words} ({counted(number, 'expert')})"
     larger = f"a {device.kind} device with {human_bytes_up(_least_memory(config, device, asked, owned))} free"
     if device.ranks > 1:
-        larger += f" in place of each of the {device.ranks}: weights are not divided among devices"
+        larger += f" in place of each of the {device.ranks}"
     if owned > 0:
         return larger
     return f"{larger}; with {human_bytes_up(_least_memory(config, device, asked, 1))} it trains an expert"

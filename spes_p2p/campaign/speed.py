@@ -9,7 +9,8 @@ matrix, in bytes per value: 2 for one stored in bf16; 9 for int8, which is decod
 which is cast, and 12 for adding its gradient. A matrix is used twice per pass, with checkpointing three times. Copies: 2 L - 4
 layers per pass (`model/prefetch.py`) over the link, of which computation hides a part. The optimizer moves 28 bytes per trained
 value, in 8 bits an assumed 56. N devices divide the passes; summing their gradients moves 8 (N - 1) / N bytes per trained value
-over each device's link.
+over each device's link. Where they divide the layers, each pass moves what these have twice over each link, and their gradients
+once, while nothing is computed.
 
 On a CPU, the formats of stored experts take the same time (docs/performance.md), so only the operations count there.
 """
@@ -62,13 +63,16 @@ def costs_of(config: CampaignConfig, setup: Setup) -> Costs:
     """Return what the setup's ways to save memory cost in speed."""
     largest = max(setup.micro_batch, config.training.micro_batch_size or config.training.batch_size // setup.ranks)
     exact: StoredFormat = "bf16" if setup.bf16 else "fp32"
-    best = replace(setup, micro_batch=largest, optimizer="adamw", stored=exact, checkpointing=False, stored_on="device")
+    best = replace(
+        setup, micro_batch=largest, optimizer="adamw", stored=exact, checkpointing=False, stored_on="device", sharded=False
+    )
     added: dict[str, dict[str, Any]] = {
         f"micro-batch {setup.micro_batch}": {"micro_batch": setup.micro_batch},
         "8-bit AdamW": {"optimizer": setup.optimizer},
         f"foreign experts in {setup.stored}": {"stored": setup.stored},
         "checkpointing": {"checkpointing": setup.checkpointing},
         "foreign experts in host memory": {"stored_on": setup.stored_on},
+        "sharding": {"sharded": setup.sharded},
     }
     now, parts = best, {}
     for name, change in added.items():
@@ -96,6 +100,9 @@ def step_seconds(config: CampaignConfig, setup: Setup) -> float:
     if setup.stored_on == "host":
         copying = max(0, 2 * layers - 4) * stored_bytes(model, setup) / layers / LINK_BYTES
     shown = copying - HIDDEN_SHARE * min(copying, computing)
+    if setup.sharded:
+        stored = stored_bytes(model, setup) if setup.stored_on == "device" else 0
+        shown += (2 * (4 * trained + stored) + 4 * trained) / LINK_BYTES
     after = STEP_TRAFFIC[setup.optimizer] * trained / MEMORY_BYTES + 8 * (1 - 1 / setup.ranks) * trained / LINK_BYTES
     return passes * (computing + traffic / MEMORY_BYTES + shown) + after
 

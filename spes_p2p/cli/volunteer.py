@@ -75,6 +75,9 @@ def join(
     activation_checkpointing: Annotated[bool | None, typer.Option(
         "--activation-checkpointing/--no-activation-checkpointing",
         help="Recompute activations: less memory, more time. Default: if experts need it.")] = None,
+    sharding: Annotated[bool | None, typer.Option(
+        "--sharding/--no-sharding",
+        help="Divide the layers among several devices: less memory, more time. Default: if an expert needs it.")] = None,
     micro_batch_size: Annotated[int | None, typer.Option(help="Samples per forward pass. Default: as many as fit.")] = None,
     checkpoint: Annotated[Path | None, typer.Option(
         "--from", help="Folder of the checkpoint that the campaign started from: saves a download.")] = None,
@@ -114,7 +117,8 @@ def join(
         run_dir=run_dir, devices=devices, experts=_number_or_word(experts),
         memory_bytes=options.byte_count(memory, "--memory"), leave_free=options.spare(leave_free), nice=nice,
         stored=stored, stored_on=stored_on, backend=backend, compile=compile,
-        optimizer=optimizer, activation_checkpointing=activation_checkpointing, micro_batch_size=micro_batch_size,
+        optimizer=optimizer, activation_checkpointing=activation_checkpointing, sharding=sharding,
+        micro_batch_size=micro_batch_size,
         checkpoint=checkpoint, base=base, checkpoint_minutes=checkpoint_minutes, data_dir=data_dir,
         token_cache_bytes=options.byte_count(token_cache, "--token-cache"),
         private_urls=private_urls or None, name=name, team=team,

@@ -377,6 +377,9 @@ class PeerConfig(Section):
         "auto: on a GPU, each where a trial before the first step agrees with the uncompiled form and is faster.")
     activation_checkpointing: bool | None = Field(
         None, description="Recompute activations in the backward pass: less memory, about a third more time. Default: as auto.")
+    sharding: bool | None = Field(
+        None, description="Divide the layers among several devices, which send them to each other in each pass. Default: where "
+                          "no expert fits otherwise.")
     micro_batch_size: Positive | None = Field(
         None, description="Samples per forward pass on this machine. Default: as auto, at most the campaign's.")
     checkpoint: Path | None = Field(

@@ -23,11 +23,12 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from spes_p2p.config.model import ModelSection
 from spes_p2p.errors import UserError
 from spes_p2p.model.backends import BackendName, choose_backend
-from spes_p2p.model.formats import StoredFormat, StoredPlace
+from spes_p2p.model.formats import Home, StoredFormat, StoredPlace
 from spes_p2p.model.layout import Layout, TensorSpec, check_size
 from spes_p2p.model.low_rank import directions, low_rank_name
 from spes_p2p.model.partitioned import MATRICES, PartitionedExperts, expert_blocks
 from spes_p2p.model.prefetch import LayerPrefetcher
+from spes_p2p.model.stored import allocate
 
 State = npt.NDArray[np.float32]
 
@@ -102,9 +103,7 @@ def layout_of_model(model: nn.Module) -> Layout:
     specs: list[TensorSpec] = []
     for name, parameter in model.named_parameters():
         block, _, matrix = name.rpartition(".")
-        number = re.search(r"\.layers\.(\d+)\.", name)
-        layer = int(number[1]) if number else None
-        shape = tuple(parameter.shape)
+        layer, shape = layer_number(name), tuple(parameter.shape)
         if block in blocks:
             specs += [TensorSpec(f"{block}.{e}.{matrix}", shape[1:], "expert", layer, e) for e in range(shape[0])]
         else:
@@ -171,8 +170,11 @@ def build_model(
     device: str | torch.device = "cpu",
     stored_on: StoredPlace = "device",
     backend: BackendName = "auto",
+    home_of: Callable[[int | None], Home] = lambda layer: "device",
 ) -> PreTrainedModel:
     """Return the model that a peer trains: owned experts trainable, foreign ones stored. Allocates each tensor once.
+
+    `home_of`: where a layer's weights are between uses, or those outside layers (None).
 
     Raises UserError, naming the alternatives, for a stored format or backend that this device does not support.
     """
@@ -182,12 +184,26 @@ def build_model(
     prefetcher = LayerPrefetcher(device) if stored_on == "host" and device.type != "cpu" else None
     for name, block in list(expert_blocks(model)):
         exact = partial(exact_expert, base, layout, name)
-        experts = PartitionedExperts(block, owned, stored, device, exact, chosen, prefetcher)
+        home = home_of(layer_number(name))
+        stored_home: Home = "host" if stored_on == "host" else home
+        experts = PartitionedExperts(block, owned, stored, device, exact, chosen, prefetcher, home, stored_home)
         if config.moe_low_rank:
             experts.add_low_rank(name, config.moe_low_rank)
         model.set_submodule(name, experts)
-    materialise(model, lambda name, _: exact_tensor(base, layout, name), device)
+
+    def weights(name: str, shape: tuple[int, ...]) -> Tensor:
+        home = home_of(layer_number(name))
+        values = allocate(shape, device, home)
+        return values if home == "absent" else values.copy_(exact_tensor(base, layout, name))
+
+    materialise(model, weights, device)
     return model
+
+
+def layer_number(name: str) -> int | None:
+    """Return the number of the layer that a module or parameter of this name belongs to."""
+    number = re.search(r"\.layers\.(\d+)\.", name)
+    return int(number[1]) if number else None
 
 
 def exact_tensor(base: State, layout: Layout, name: str) -> Tensor:
@@ -225,11 +241,12 @@ def _put(state: State, layout: Layout, name: str, values: npt.NDArray[np.float32
 
 
 def materialise(model: PreTrainedModel, values: Callable[[str, tuple[int, ...]], Tensor], device: torch.device) -> None:
-    """Allocate and fill everything that is still on the meta device; tied parameters stay tied."""
+    """Fill everything that is still on the meta device, parameters with these values, buffers on this device; tied ones stay
+    tied."""
     filled: dict[nn.Parameter, nn.Parameter] = {}
     for name, parameter in list(model.named_parameters()):
         if parameter.is_meta:
-            filled[parameter] = nn.Parameter(values(name, tuple(parameter.shape)).to(device))
+            filled[parameter] = nn.Parameter(values(name, tuple(parameter.shape)))
     for module in model.modules():
         for key, parameter in list(module.named_parameters(recurse=False)):
             if parameter.is_meta:

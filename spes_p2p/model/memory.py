@@ -20,12 +20,13 @@ Working memory is temporary: in the loss, the last hidden states twice, logits o
 a cast copy of the head; in a layer, decoded experts, their gradient, twice that of their low-rank terms, and gradients of its
 activations; at the end of the backward pass the gradient of the embedding; in AdamW's step with 8-bit moments, which it
 decodes, or with corrected ones (`second_moment_peers`), two float32 copies of the largest tensor; in Muon's, bf16 copies of one
-matrix; between several devices, sums of BUCKET_ELEMENTS gradients at a time.
+matrix; between several devices, sums of BUCKET_ELEMENTS gradients at a time. Devices that divide the layers have embedding,
+head and last norm each, with gradients, and of the layers their own and a copy of one other.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from typing import Literal
 
@@ -33,6 +34,7 @@ from spes_p2p.config.model import ModelSection
 from spes_p2p.model.formats import SLOTS, StoredFormat, StoredPlace
 from spes_p2p.model.layout import Layout, TensorSpec
 from spes_p2p.model.shape import shape_of
+from spes_p2p.model.sharding import rank_of_layer, ranks_outside_layers
 from spes_p2p.model.sizes import sizes_of
 
 DeviceKind = Literal["cuda", "cpu"]
@@ -78,7 +80,9 @@ class Setup:
     masked: bool = False
     """Whether the campaign masks attention between documents (`training.intra_document_masking`)."""
     ranks: int = 1
-    """Devices that divide a batch; each has all weights, gradients and moments."""
+    """Devices that divide a batch."""
+    sharded: bool = False
+    """Whether they divide weights, stored experts and moments too (`training/shards.py`); otherwise each has all."""
 
 
 @dataclass(frozen=True)
@@ -102,6 +106,8 @@ class DeviceBytes:
 
 def device_bytes(model: ModelSection, sequence_length: int, setup: Setup) -> DeviceBytes:
     """Return the device memory of training with this setup, which does not depend on which experts are owned."""
+    if setup.sharded:
+        return max((_of_rank(model, sequence_length, setup, rank) for rank in range(setup.ranks)), key=lambda each: each.total)
     layout = sizes_of(model)
     shared, expert = shared_elements(layout), layout.expert(0).size
     trained = shared + setup.owned * expert
@@ -123,6 +129,67 @@ def device_bytes(model: ModelSection, sequence_length: int, setup: Setup) -> Dev
     )
 
 
+def _of_rank(model: ModelSection, sequence_length: int, setup: Setup, rank: int) -> DeviceBytes:
+    """Return what one rank of several has that divide the layers: its own, and one of another while it computes that one.
+
+    What is outside the layers is on all. Gradients of another rank's layer exist until they are sent to it.
+    """
+    layout = sizes_of(model)
+    here, there = _layers_of(layout, setup.ranks, rank), _layers_of(layout, setup.ranks, (rank + 1) % setup.ranks)
+    copies = there[:1] if len(here) < len(_by_layer(layout)) - 1 else ()
+    trained, _ = _held(layout, (None, *here, *copies), setup.owned, setup.optimizer, setup.muon)
+    _, moments = _held(layout, here, setup.owned, setup.optimizer, setup.muon)
+    outside = [spec for spec in _by_layer(layout)[None] if ranks_outside_layers(layout, setup.ranks)[spec.name] == rank]
+    whole = device_bytes(model, sequence_length, replace(setup, sharded=False))
+    stored = stored_bytes(model, setup) * len((*here, *copies)) // (len(_by_layer(layout)) - 1) + _directions_bytes(model)
+    return replace(
+        whole, weights=4 * trained, gradients=4 * trained,
+        moments=moments + sum(_tensor_moments(spec, setup.optimizer, setup.muon) for spec in outside),
+        stored=whole.stored if setup.stored_on == "host" else stored,
+    )
+
+
+def host_shards_bytes(model: ModelSection, setup: Setup) -> int:
+    """Return the main memory in which rank 0 has between phases what the other ranks have on their devices during one."""
+    layout = sizes_of(model)
+    there = tuple(layer for rank in range(1, setup.ranks) for layer in _layers_of(layout, setup.ranks, rank))
+    trained, moments = _held(layout, there, setup.owned, setup.optimizer, setup.muon)
+    outside = [spec for spec in _by_layer(layout)[None] if ranks_outside_layers(layout, setup.ranks)[spec.name] > 0]
+    moments += sum(_tensor_moments(spec, setup.optimizer, setup.muon) for spec in outside)
+    stored = stored_bytes(model, setup) * len(there) // (len(_by_layer(layout)) - 1)
+    return 4 * trained + moments + stored * (setup.stored_on == "device")
+
+
+@lru_cache(maxsize=16)
+def _by_layer(layout: Layout) -> dict[int | None, list[TensorSpec]]:
+    """Return the tensors of each layer and (None) outside, of the experts those of the first."""
+    found: dict[int | None, list[TensorSpec]] = {None: []}
+    for placed in layout.tensors:
+        if not placed.spec.expert:
+            found.setdefault(placed.spec.layer, []).append(placed.spec)
+    return found
+
+
+@lru_cache(maxsize=64)
+def _layers_of(layout: Layout, ranks: int, rank: int) -> tuple[int, ...]:
+    return tuple(layer for layer in _by_layer(layout) if layer is not None and rank_of_layer(layer, ranks) == rank)
+
+
+@lru_cache(maxsize=4096)
+def _held(
+    layout: Layout, layers: tuple[int | None, ...], owned: int, optimizer: OptimizerKind, muon: bool
+) -> tuple[int, int]:
+    """Return the trained elements of these layers, and the bytes of their moments."""
+    specs = [(spec, 1 if spec.expert is None else owned) for layer in layers for spec in _by_layer(layout)[layer]]
+    moments = sum(count * _tensor_moments(spec, optimizer, muon) for spec, count in specs)
+    return sum(count * spec.size for spec, count in specs), moments
+
+
+def _tensor_moments(spec: TensorSpec, optimizer: OptimizerKind, muon: bool) -> int:
+    """Moments of one tensor: two for AdamW, one in float32 for Muon."""
+    return 4 * spec.size if muon and is_muons(spec) else 2 * tensor_moment_bytes(spec.size, optimizer)
+
+
 def shared_elements(layout: Layout) -> int:
     """Return the number of parameters that every peer trains: the shared weights and the router."""
     return sum(group.size for group in layout.groups if group.expert is None)
@@ -130,11 +197,8 @@ def shared_elements(layout: Layout) -> int:
 
 @lru_cache(maxsize=64)
 def _moments_bytes(layout: Layout, expert: int | None, optimizer: OptimizerKind, muon: bool) -> int:
-    """Moments of one expert, or (None) of all shared weights: two for AdamW, one in float32 for Muon."""
-    specs = [t.spec for t in layout.tensors if t.spec.expert == expert]
-    return sum(
-        4 * spec.size if muon and is_muons(spec) else 2 * tensor_moment_bytes(spec.size, optimizer) for spec in specs
-    )
+    """Moments of one expert, or (None) of all shared weights."""
+    return sum(_tensor_moments(t.spec, optimizer, muon) for t in layout.tensors if t.spec.expert == expert)
 
 
 def is_muons(spec: TensorSpec) -> bool:

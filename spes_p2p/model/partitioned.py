@@ -16,11 +16,11 @@ from torch import Tensor, nn
 
 from spes_p2p.errors import UserError
 from spes_p2p.model.backends import Backend, choose_backend
-from spes_p2p.model.formats import StoredFormat, StoredPlace
+from spes_p2p.model.formats import Home, StoredFormat
 from spes_p2p.model.gating import gate_of, join_weighted
 from spes_p2p.model.low_rank import LowRank
 from spes_p2p.model.prefetch import BACKWARD, FORWARD, LayerPrefetcher
-from spes_p2p.model.stored import Matrices, StoredMatrices
+from spes_p2p.model.stored import Matrices, StoredMatrices, allocate
 
 MATRICES = ("gate_up_proj", "down_proj")
 """Names of an expert's matrices: `[2F, H]` and `[H, F]`."""
@@ -99,10 +99,13 @@ class PartitionedExperts(nn.Module):
         exact: ExactRows,
         backend: Backend | None = None,
         prefetcher: LayerPrefetcher | None = None,
+        home: Home = "device",
+        stored_home: Home = "device",
     ):
         """`block` is the transformers block to replace; only its shapes and gate are used, so it may be on the meta device.
 
-        Foreign experts are stored on `device`, or with a `prefetcher` in host memory. The default backend is that of `auto`.
+        `home` and `stored_home`: where owned and foreign experts are between uses; a `prefetcher` takes the latter from host
+        memory to `device`. The default backend is that of `auto`.
         """
         super().__init__()
         self.num_experts: int = int(block.get_parameter("gate_up_proj").shape[0])
@@ -115,7 +118,7 @@ class PartitionedExperts(nn.Module):
         self._gate = gate_of(block)
         _, hidden_size, intermediate_size = block.get_parameter("down_proj").shape
         self._backend = backend or choose_backend("auto", device, hidden_size, intermediate_size)
-        self._prefetcher = prefetcher
+        self._prefetcher, self._home, self._stored_home = prefetcher, home, stored_home
         self._layer = prefetcher.add() if prefetcher is not None else 0
         self._slabs: dict[str, Tensor] = {}
         self.low_rank: LowRank | None = None
@@ -166,6 +169,24 @@ class PartitionedExperts(nn.Module):
     def stored_tensors(self) -> list[Tensor]:
         """Return the tensors that store foreign experts."""
         return [tensor for name in MATRICES for tensor in self._store(name).matrices.tensors]
+
+    @property
+    def slabs(self) -> list[Tensor]:
+        """The tensors that hold owned experts."""
+        return list(self._slabs.values())
+
+    @torch.no_grad()
+    def hold(self, tensors: Iterable[Tensor]) -> None:
+        """Let these tensors hold the experts from now on, in place of `slabs`, and if there are more of `stored_tensors`."""
+        given = iter(tensors)
+        self._slabs = {name: next(given) for name in self._slabs}
+        self._link()
+        rest = list(given)
+        for name in MATRICES if rest else ():
+            store = self._store(name)
+            count = len(store.matrices.tensors)
+            store.hold(rest[:count])
+            del rest[:count]
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Weighted sum of the chosen experts' outputs: hidden `[T, H]`, index and weights `[T, k]` -> `[T, H]`."""
@@ -227,9 +248,8 @@ class PartitionedExperts(nn.Module):
         return store
 
     def _new_store(self, name: str, foreign: tuple[int, ...], exact: ExactRows) -> StoredMatrices:
-        place: StoredPlace = "device" if self._prefetcher is None else "host"
-        store = StoredMatrices(len(foreign), self._shapes[name], self.stored, self.slot.device, place)
-        for index, expert in enumerate(foreign):
+        store = StoredMatrices(len(foreign), self._shapes[name], self.stored, self.slot.device, self._stored_home)
+        for index, expert in enumerate(foreign if self._stored_home != "absent" else ()):
             if expert in self.foreign:
                 store.copy(index, self._store(name), self.foreign.index(expert))
             else:
@@ -237,8 +257,8 @@ class PartitionedExperts(nn.Module):
         return store
 
     def _new_slab(self, name: str, owned: tuple[int, ...], exact: ExactRows) -> Tensor:
-        slab = torch.empty(len(owned), *self._shapes[name], device=self.slot.device)
-        for index, expert in enumerate(owned):
+        slab = allocate((len(owned), *self._shapes[name]), self.slot.device, self._home)
+        for index, expert in enumerate(owned if self._home != "absent" else ()):
             slab[index].copy_(self.get_parameter(f"{expert}.{name}") if expert in self.owned else exact(expert, name))
         return slab
 

@@ -13,9 +13,22 @@ import torch
 from torch import Tensor, nn
 
 from spes_p2p.errors import UserError
-from spes_p2p.model.formats import StoredFormat, StoredPlace
+from spes_p2p.model.formats import Home, StoredFormat
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8}
+
+
+def allocate(
+    shape: Sequence[int], device: torch.device, home: Home, dtype: torch.dtype = torch.float32, pins: bool = False
+) -> Tensor:
+    """Return memory for a tensor with this home: one that is absent has a single value in place of all, and is never written.
+
+    `pins`: page-lock what is in host memory.
+    """
+    if home == "absent":
+        return torch.empty((), dtype=dtype, device=device).expand(*shape)
+    on_host = home == "host"
+    return torch.empty(*shape, dtype=dtype, device="cpu" if on_host else device, pin_memory=on_host and pins)
 
 
 @dataclass(frozen=True)
@@ -56,24 +69,22 @@ class StoredMatrices(nn.Module):
     """`count` matrices of one shape `[rows, columns]` without gradient.
 
     On the device they are buffers, which move with the model. In host memory they are not buffers, and are pinned for CUDA.
+    Absent ones take no memory (`sharding.py`).
     """
 
     codes: Tensor
     scales: Tensor | None
 
     def __init__(
-        self, count: int, shape: Sequence[int], stored: StoredFormat, device: torch.device, place: StoredPlace = "device"
+        self, count: int, shape: Sequence[int], stored: StoredFormat, device: torch.device, place: Home = "device"
     ):
         super().__init__()
         if stored not in get_args(StoredFormat):
             raise UserError(f"stored format '{stored}': must be one of {', '.join(get_args(StoredFormat))}")
         on_host = place == "host"
-        pinned = on_host and device.type == "cuda"
-        where = torch.device("cpu") if on_host else device
-        codes = torch.empty(count, *shape, dtype=_DTYPES[stored], device=where, pin_memory=pinned)
-        scales = None
-        if stored == "int8":
-            scales = torch.empty(count, shape[0], 1, dtype=torch.float32, device=where, pin_memory=pinned)
+        pins = device.type == "cuda"
+        codes = allocate((count, *shape), device, place, _DTYPES[stored], pins)
+        scales = allocate((count, shape[0], 1), device, place, pins=pins) if stored == "int8" else None
         self._on_host = Matrices(codes, scales) if on_host else None
         self.register_buffer("codes", None if on_host else codes, persistent=False)
         self.register_buffer("scales", None if on_host else scales, persistent=False)
@@ -82,6 +93,13 @@ class StoredMatrices(nn.Module):
     def matrices(self) -> Matrices:
         """The stored matrices."""
         return self._on_host or Matrices(self.codes, self.scales)
+
+    def hold(self, tensors: Sequence[Tensor]) -> None:
+        """Let these tensors, of the same shapes, hold the matrices from now on."""
+        if self._on_host is not None:
+            self._on_host = Matrices(*tensors)
+        else:
+            self.codes, self.scales = tensors[0], tensors[1] if len(tensors) > 1 else None
 
     def write(self, index: int, values: Tensor) -> None:
         """Encode a float32 matrix `[rows, columns]` into place `index`."""

@@ -22,7 +22,7 @@ from spes_p2p.config.campaign import CampaignConfig
 from spes_p2p.errors import Broken
 from spes_p2p.net.die_with_parent import die_with
 from spes_p2p.training.options import TrainingOptions
-from spes_p2p.training.ranks import ALONE, Begin, RankLost, Ranks, Step, meet
+from spes_p2p.training.ranks import ALONE, Command, RankLost, Ranks, meet
 from spes_p2p.training.trainer import TorchTrainer, no_base
 
 DYING_S = 5.0
@@ -83,7 +83,7 @@ class Leader(Ranks):
             meet(0, self.count, self._device, self._meeting)
         threading.Thread(target=self._abort_when_one_ends, daemon=True).start()
 
-    def tell(self, command: Begin | Step) -> None:
+    def tell(self, command: Command) -> None:
         """See Ranks."""
         self.check()
         with self.explained():

@@ -91,6 +91,7 @@ def resources_on(device: Device, settings: PeerConfig, config: CampaignConfig) -
     device = replace(device, base_in_memory=settings.base == "ram")
     wanted, experts, asked = settings.experts, config.model.moe_num_experts, _asked(settings)
     check_ranks(config, device.ranks, f"--devices {settings.devices}")
+    _check_sharding(settings, device)
     name = "--memory" if device.memory == settings.memory_bytes else f"free memory ({device.kind})"
     doubt = ""
     if wanted == "auto":
@@ -111,6 +112,7 @@ def resources_on(device: Device, settings: PeerConfig, config: CampaignConfig) -
         backend=settings.backend,
         optimizer=setup.optimizer,
         activation_checkpointing=setup.checkpointing,
+        sharded=setup.sharded,
         compiles=settings.compile == "auto",
         micro_batch_size=setup.micro_batch,
         memory_bytes=None if settings.leave_free is None and settings.memory_bytes is None else device.memory - device.spare,
@@ -204,6 +206,16 @@ def _main_memory(device: Device, choice: Choice) -> int:
     return device.ranks * (device.memory - choice.device.total) if device.kind == "cpu" else device.host_memory or 0
 
 
+def _check_sharding(settings: PeerConfig, device: Device) -> None:
+    """Raise UserError for --sharding beside what excludes it."""
+    if not settings.sharding:
+        return
+    if device.ranks == 1:
+        raise UserError("--sharding: divides the layers among several devices; name them with --devices, or leave it out")
+    if settings.activation_checkpointing is False:
+        raise UserError("--sharding: recomputes activations; leave out --no-activation-checkpointing")
+
+
 def _asked(settings: PeerConfig) -> dict[str, Any]:
     """Return the values of `Setup` that the user chose."""
     given = {
@@ -212,5 +224,6 @@ def _asked(settings: PeerConfig) -> dict[str, Any]:
         "optimizer": settings.optimizer,
         "checkpointing": "auto" if settings.activation_checkpointing is None else settings.activation_checkpointing,
         "micro_batch": settings.micro_batch_size or "auto",
+        "sharded": "auto" if settings.sharding is None else settings.sharding,
     }
     return {name: value for name, value in given.items() if value != "auto"}

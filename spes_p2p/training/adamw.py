@@ -116,7 +116,7 @@ class AdamW8bit(AdamW):
             raise UserError("optimizer adamw8bit: does not support the campaign's training.second_moment_peers; "
                             "possible here: adamw")
         self.torch_optimizer = importlib.import_module("torchao.optim").AdamW8bit(groups, lr=0.0, betas=betas, eps=eps)
-        self._on_cpu = groups[0]["params"][0].device.type == "cpu"
+        self._on_cpu = all(each.device.type == "cpu" for group in groups for each in group["params"])
 
     def step(self, rates: list[float]) -> None:
         """Apply the gradients, and leave no second moment at 0."""

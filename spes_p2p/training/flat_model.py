@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import numpy as np
@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from spes_p2p.config.model import ModelSection
 from spes_p2p.model.build import State, build_model, exact_expert, layout_of
+from spes_p2p.model.formats import Home
 from spes_p2p.model.layout import Group
 from spes_p2p.model.partitioned import PartitionedExperts
 from spes_p2p.training.device import selected
@@ -26,14 +27,15 @@ class FlatModel:
     """Shared weights, routers and owned experts as parameters; the other experts are stored. See Trainer for its methods."""
 
     def __init__(
-        self, config: ModelSection, base: State, owned: tuple[int, ...], device: str | torch.device, options: TrainingOptions
+        self, config: ModelSection, base: State, owned: tuple[int, ...], device: str | torch.device, options: TrainingOptions,
+        home_of: Callable[[int | None], Home] = lambda layer: "device",
     ):
-        """Raises UserError for options that this device or installation does not support."""
+        """`home_of`: see `build_model`. Raises UserError for options that this device or installation does not support."""
         self.layout, self.owned, self.device = layout_of(config), tuple(sorted(owned)), torch.device(device)
         stored = options.stored or ("fp32" if self.device.type == "cpu" else "bf16")
         with selected(self.device):
             self.model: PreTrainedModel = build_model(
-                config, base, self.owned, stored, self.device, options.stored_on, options.backend
+                config, base, self.owned, stored, self.device, options.stored_on, options.backend, home_of
             )
         named = self.model.named_modules()
         self.blocks = {name: module for name, module in named if isinstance(module, PartitionedExperts)}
@@ -62,7 +64,7 @@ class FlatModel:
     def add(self, group: Group, delta: State, start: int = 0) -> None:
         """See Trainer."""
         for place, weights in self._trained_views(group, start, start + delta.size):
-            weights.add_(_tensor(delta[place]).to(self.device))
+            weights.add_(_tensor(delta[place]).to(weights.device))
 
     def refresh(self, group: Group, values: State) -> None:
         """See Trainer."""

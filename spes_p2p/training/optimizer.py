@@ -6,7 +6,7 @@ without weight decay, embedding and output head, and matrices stepped by Muon.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -26,6 +26,10 @@ MUONS = "matrices"
 """Name of the parameter group of shared weights that Muon steps."""
 VOCABULARY = " vocabulary"
 """Suffix of the parameter groups of the embedding and the output head."""
+
+
+Moments = Mapping[str, tuple[str, tuple[int, ...]]]
+"""Dtype (numpy's name) and shape of each of `OwnedOptimizer.moments`."""
 
 
 class OwnedOptimizer:
@@ -88,10 +92,15 @@ class OwnedOptimizer:
         if self._muon is not None:
             self._muon.torch_optimizer.state.clear()
 
-    def step(self, rate: float, loss: Tensor) -> bool:
-        """Clip the gradients by global norm and apply them; return False, unchanged, if they or the loss are not finite."""
+    def step(self, rate: float, loss: Tensor, over_ranks: Callable[[Tensor], Tensor] = lambda square_norm: square_norm) -> bool:
+        """Clip the gradients by global norm and apply them; return False, unchanged, if they or the loss are not finite.
+
+        Parameters without gradient stay as they are. `over_ranks`: the squared norm of the gradients here -> of all.
+        """
         # In one order at all ranks, which must round alike.
-        norm = nn.utils.clip_grad_norm_(self._parameters.values(), self._config.max_grad_norm)
+        there = [parameter for parameter in self._parameters.values() if parameter.grad is not None]
+        norm = over_ranks(nn.utils.get_total_norm([parameter.grad for parameter in there]).square()).sqrt()
+        nn.utils.clip_grads_with_norm_(there, self._config.max_grad_norm, norm)
         finite = bool(torch.isfinite(norm + loss.sum()))
         if finite:
             for kind in self._kinds():
@@ -132,19 +141,27 @@ class OwnedOptimizer:
                 tensors.update({f"{key}/{name}": value for key, value in kind.state_of(parameter, in_full).items()})
         return tensors
 
-    def become(self, ages: Mapping[str, int], moments: Mapping[str, tuple[str, tuple[int, ...]]]) -> None:
+    def shapes(self) -> Moments:
+        """Return dtype and shape of each of `moments`."""
+        return {name: (numpy_dtype(each).name, tuple(each.shape)) for name, each in self.moments().items()}
+
+    def become(self, ages: Mapping[str, int], moments: Moments) -> None:
         """Take these ages, and moments of these dtypes and shapes, whose values the caller then overwrites."""
-        zeros = {name: np.broadcast_to(np.zeros((), dtype), shape) for name, (dtype, shape) in moments.items()}
-        self.load_state({name: np.array(age) for name, age in ages.items()} | zeros)
+        self.load_state({name: np.array(age) for name, age in ages.items()} | _zeros(moments))
+
+    def make_room(self, moments: Moments) -> None:
+        """Have moments of these dtypes and shapes where parameters have none, whose values the caller then overwrites."""
+        by_parameter = _by_parameter(_zeros(moments))
+        for kind, group in self._groups():
+            for name, parameter in zip(group["names"], group["params"], strict=True):
+                if name in by_parameter and parameter not in kind.torch_optimizer.state:
+                    kind.load_state_of(parameter, by_parameter[name])
 
     def load_state(self, arrays: Mapping[str, npt.NDArray[Any]]) -> None:
         """Replace the state by `tensors`. A parameter with missing or mismatched entries is fresh; its group then ramps up."""
         for kind in self._kinds():
             kind.torch_optimizer.state.clear()
-        by_parameter: dict[str, Arrays] = {}
-        for key, value in arrays.items():
-            what, _, name = key.partition("/")
-            by_parameter.setdefault(name, {})[what] = value
+        by_parameter = _by_parameter(arrays)
         for kind, group in self._groups():
             found = [
                 (parameter, by_parameter[name])
@@ -194,3 +211,21 @@ class OwnedOptimizer:
         """Return the number of batches whose average's noise the second moment should have; experts are not averaged."""
         wanted = self._config.second_moment_peers
         return 1.0 if group.startswith("expert.") else self._averaged_peers if wanted == "auto" else wanted
+
+
+def numpy_dtype(tensor: Tensor) -> np.dtype[Any]:
+    """Return numpy's name for a tensor's dtype."""
+    return torch.empty(0, dtype=tensor.dtype).numpy().dtype
+
+
+def _zeros(moments: Moments) -> Arrays:
+    """Return arrays of zeros that take no memory."""
+    return {name: np.broadcast_to(np.zeros((), dtype), shape) for name, (dtype, shape) in moments.items()}
+
+
+def _by_parameter(arrays: Mapping[str, npt.NDArray[Any]]) -> dict[str, Arrays]:
+    found: dict[str, Arrays] = {}
+    for key, value in arrays.items():
+        what, _, name = key.partition("/")
+        found.setdefault(name, {})[what] = value
+    return found

@@ -27,6 +27,8 @@ class TrainingOptions:
     """Recompute each layer's activations in the backward pass."""
     micro_batch_size: int | None = None
     """Samples per forward pass; default: the campaign's."""
+    sharded: bool = False
+    """Divide weights, stored experts and moments among several ranks (`shards.py`); activations are then recomputed."""
     compiles: bool = True
     """On a GPU, compile what is outside the experts where that agrees and is faster (`compiled.py`)."""
     memory_bytes: int | None = None

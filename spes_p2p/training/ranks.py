@@ -5,12 +5,14 @@ The other ranks, its followers, are told what to do over a pipe:
 
     Begin   a phase begins: own these experts and receive all weights and moments from rank 0
     Step    compute the gradients of your share of these samples, sum them over the ranks, and step the optimizer
+    End     the steps are done
 
 All ranks sum the same gradients and step the same moments, so their weights stay equal without being sent again until the next
-phase. Router statistics are summed in each forward pass: n ranks with micro-batch m compute what one with n m computes, to
-rounding. Collectives run on NCCL between GPUs and on gloo between CPU processes.
+phase; or each holds and steps a share of them (`shards.py`). Router statistics are summed in each forward pass: n ranks with
+micro-batch m compute what one with n m computes, to rounding. Collectives run on NCCL between GPUs and on gloo between CPU
+processes.
 
-Nothing overlaps the sum of gradients, and every rank holds all weights, gradients and moments (docs/join.md).
+Nothing overlaps the sum of gradients, nor what moves between ranks that hold a share each.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -30,6 +33,9 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import FileStore
 
 from spes_p2p.model.memory import BUCKET_ELEMENTS
+from spes_p2p.training.optimizer import Moments
+
+T = TypeVar("T")
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
 """A rank that keeps the others waiting for longer is treated as dead. Ranks differ by seconds: they have equal shares."""
@@ -43,10 +49,15 @@ class Begin:
     averaged_peers: float
     ages: dict[str, int]
     """Age of each parameter group (`OwnedOptimizer.tensors`)."""
-    moments: dict[str, tuple[str, tuple[int, ...]]]
-    """Dtype and shape of the other entries of `OwnedOptimizer.tensors`."""
+    moments: Moments
+    """The other entries of `OwnedOptimizer.tensors`."""
     eos_token_id: int | None = None
     """Id that ends each document; None: documents are not kept apart."""
+
+
+@dataclass(frozen=True)
+class End:
+    """The end of a phase's steps."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +67,9 @@ class Step:
     samples: npt.NDArray[np.int64]
     """`[n, sequence_length]`: the samples of all ranks."""
     rate: float
+
+
+Command = Begin | Step | End
 
 
 class RankLost(Exception):
@@ -68,7 +82,7 @@ class Ranks:
     def __init__(self, rank: int = 0, count: int = 1):
         self.rank, self.count = rank, count
 
-    def tell(self, command: Begin | Step) -> None:
+    def tell(self, command: Command) -> None:
         """Send a command from rank 0 to all others."""
 
     def check(self) -> None:
@@ -81,22 +95,52 @@ class Ranks:
                 dist.all_reduce(tensor)
         return tensor
 
-    def broadcast(self, tensor: Tensor) -> None:
-        """Overwrite a contiguous tensor with that of rank 0."""
+    def broadcast(self, tensor: Tensor, source: int = 0) -> None:
+        """Overwrite a contiguous tensor with that of one rank."""
         with self.explained():
-            dist.broadcast(tensor.detach().view(-1).view(torch.uint8), 0)
+            dist.broadcast(_as_bytes(tensor), source)
 
-    def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Sum the gradients over the ranks. All ranks pass the same parameters in the same order."""
+    def move(self, tensor: Tensor, source: int, target: int, device: torch.device) -> None:
+        """Overwrite a contiguous tensor of one rank with that of another, from device to device. Others do nothing."""
+        if source == target or self.rank not in (source, target) or tensor.numel() == 0:
+            return
+        moved = tensor.detach().to(device)
+        with self.explained():
+            if self.rank == source:
+                dist.send(_as_bytes(moved), target)
+            else:
+                dist.recv(_as_bytes(moved), source)
+        if self.rank == target and moved.data_ptr() != tensor.data_ptr():
+            tensor.copy_(moved)
+
+    def all_of(self, what: T) -> list[T]:
+        """Return what each rank passes, by rank."""
+        found: list[Any] = [None] * self.count
+        with self.explained():
+            dist.all_gather_object(found, what)
+        return found
+
+    def sum_gradients(self, parameters: Iterable[nn.Parameter], target: int | None = None) -> None:
+        """Sum the gradients over the ranks, at all of them or at one; then others' are undefined.
+
+        All ranks pass the same parameters in the same order.
+        """
         if self.count == 1:
             return
         for bucket in buckets(parameters, BUCKET_ELEMENTS):
             if len(bucket) == 1 and bucket[0].is_contiguous():
-                self.sum(bucket[0])
+                self._sum_at(bucket[0], target)
                 continue
-            flat = self.sum(torch.cat([gradient.reshape(-1) for gradient in bucket]))
+            flat = self._sum_at(torch.cat([gradient.reshape(-1) for gradient in bucket]), target)
             for gradient, total in zip(bucket, torch.split(flat, [gradient.numel() for gradient in bucket]), strict=True):
                 gradient.copy_(total.view_as(gradient))
+
+    def _sum_at(self, tensor: Tensor, target: int | None) -> Tensor:
+        if target is None:
+            return self.sum(tensor)
+        with self.explained():
+            dist.reduce(tensor, target)
+        return tensor
 
     def lost(self, error: Exception) -> Exception:
         """Return the error to raise after this one of a collective or a pipe."""
@@ -121,6 +165,10 @@ def meet(rank: int, count: int, device: torch.device, meeting: Path) -> None:
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     store = FileStore(str(meeting), count)
     dist.init_process_group(backend, store=store, rank=rank, world_size=count, timeout=COLLECTIVE_TIMEOUT)
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    return tensor.detach().view(-1).view(torch.uint8)
 
 
 def buckets(parameters: Iterable[nn.Parameter], elements: int) -> Iterator[list[Tensor]]:

@@ -31,10 +31,11 @@ from spes_p2p.training.documents import Documents, is_crossed
 from spes_p2p.training.flat_model import COPY_ELEMENTS, FlatModel
 from spes_p2p.training.interface import Phase, PhaseReport
 from spes_p2p.training.losses import forward_losses, next_token_loss
-from spes_p2p.training.optimizer import OwnedOptimizer
+from spes_p2p.training.optimizer import OwnedOptimizer, numpy_dtype
 from spes_p2p.training.options import TrainingOptions
-from spes_p2p.training.ranks import ALONE, Begin, Ranks, Step
+from spes_p2p.training.ranks import ALONE, Begin, Command, End, Ranks, Step
 from spes_p2p.training.rates import learning_rate
+from spes_p2p.training.shards import Replicas, Shards, home_of
 from spes_p2p.training.totals import Totals
 
 logger = logging.getLogger(__name__)
@@ -74,20 +75,26 @@ class TorchTrainer(FlatModel):
         self._eos_token_id = eos_token_id if is_masked else None
         self._config, self._samples, self._validation, self._ranks = config, samples, validation, ranks
         bound_memory(torch.device(device), options.memory_bytes)
-        super().__init__(config.model, base, owned, device, options)
+        is_divided = options.sharded and ranks.count > 1
+        super().__init__(
+            config.model, base, owned, device, options, partial(home_of, ranks) if is_divided else lambda layer: "device"
+        )
+        self._optimizer = OwnedOptimizer(self.model, self.layout, config.training, options.optimizer)
+        self._held: Replicas = Replicas(self, self._optimizer, ranks)
+        if is_divided:
+            self._held = Shards(self, self._optimizer, ranks, divides_stored=options.stored_on == "device")
         with selected(self.device):
             if is_masked and eos_token_id is not None and is_crossed(self.model.eval(), eos_token_id, self.device):
                 raise UserError(
                     f"training.intra_document_masking = true: with transformers {transformers.__version__}, attention of "
                     f"{config.model.architecture} crosses documents here; install the version in constraints.txt"
                 )
-        if options.activation_checkpointing:
+        if options.activation_checkpointing or is_divided:
             checkpoint_activations(self.model)
-        self._optimizer = OwnedOptimizer(self.model, self.layout, config.training, options.optimizer)
         self._micro_batch_size = (
             options.micro_batch_size or config.training.micro_batch_size or config.training.batch_size
         )
-        self._is_tuned = not options.compiles or self.device.type == "cpu"
+        self._is_tuned = not options.compiles or self.device.type == "cpu" or is_divided
         self._consecutive_skips = 0
 
     def state_bytes(self) -> int:
@@ -137,6 +144,8 @@ class TorchTrainer(FlatModel):
         finally:
             batches.close()
         self._ranks.check()
+        with selected(self.device):
+            self._end_on_all_ranks()
         _, untrained = split_samples(phase.slices, done * self._config.training.batch_size)
         return self._report(totals, done, time.perf_counter() - started, untrained)
 
@@ -154,17 +163,20 @@ class TorchTrainer(FlatModel):
         )
         return report
 
-    def follow(self, command: Begin | Step) -> None:
+    def follow(self, command: Command) -> None:
         """Do this rank's part of what rank 0 begins (`ranks.py`)."""
         if isinstance(command, Step):
             self._step(command, self._no_totals())
+            return
+        if isinstance(command, End):
+            self._held.end()
             return
         self.model.train()
         self.assign(command.owned, no_base(self._config.model))
         self._eos_token_id = command.eos_token_id
         self._optimizer.average_over(command.averaged_peers)
-        self._optimizer.become(command.ages, command.moments)
-        self._share_state()
+        self._optimizer.become(command.ages, self._held.moments_here(command.moments))
+        self._held.begin()
         self._tune()
 
     def validation_loss(self) -> float:
@@ -226,18 +238,14 @@ class TorchTrainer(FlatModel):
 
     def _begin_on_all_ranks(self, averaged_peers: float) -> None:
         if self._ranks.count > 1:
-            moments = {name: (_dtype(each), tuple(each.shape)) for name, each in self._optimizer.moments().items()}
-            self._ranks.tell(Begin(self.owned, averaged_peers, self._optimizer.ages(), moments, self._eos_token_id))
-            self._share_state()
+            ages, shapes = self._optimizer.ages(), self._optimizer.shapes()
+            self._ranks.tell(Begin(self.owned, averaged_peers, ages, shapes, self._eos_token_id))
+            self._held.begin()
 
-    def _share_state(self) -> None:
-        """Broadcast everything that a step reads and the next one does not compute: weights, stored experts, moments."""
-        for parameter in self.weights.values():
-            self._ranks.broadcast(parameter)
-        for block in self.blocks.values():
-            block.overwrite_stored(self._ranks.broadcast)
-        for _, tensor in sorted(self._optimizer.moments().items()):
-            self._ranks.broadcast(tensor)
+    def _end_on_all_ranks(self) -> None:
+        if self._ranks.count > 1:
+            self._ranks.tell(End())
+            self._held.end()
 
     def _no_totals(self) -> Totals:
         return Totals(len(self.blocks), self._config.model.moe_num_experts, self.device)
@@ -252,8 +260,9 @@ class TorchTrainer(FlatModel):
             return
         step.tokens = samples.size
         self._ranks.sum(step.losses)
-        self._ranks.sum_gradients(self.weights.values())
-        if self._optimizer.step(command.rate, step.losses):
+        self._held.sum_gradients()
+        if self._optimizer.step(command.rate, step.losses, self._held.over_ranks):
+            self._held.stepped()
             totals.add(step)
             self._consecutive_skips = 0
         else:
@@ -269,7 +278,7 @@ class TorchTrainer(FlatModel):
             losses = forward_losses(
                 self.model, list(self.blocks.values()), chunk, self._config.training, share, self._ranks.sum, documents
             )
-        losses.total.backward()  # type: ignore[no-untyped-call]
+        self._held.backward(losses.total)
         step.add_pass(chunk.numel(), losses)
 
     def _abort_if_diverged(self) -> None:
@@ -304,11 +313,6 @@ def checkpoint_activations(model: PreTrainedModel) -> None:
     enable({"use_reentrant": False})
 
 
-def _dtype(tensor: Tensor) -> str:
-    """Return the name of numpy's dtype."""
-    return torch.empty(0, dtype=tensor.dtype).numpy().dtype.name
-
-
 def _source(tensor: Tensor) -> Source:
     """Wrap a tensor, possibly on a GPU or in 8 bits, as a source that is copied in chunks."""
     if hasattr(tensor, "codes"):
@@ -317,6 +321,6 @@ def _source(tensor: Tensor) -> Source:
             lambda: (piece.cpu().numpy() for piece in torch.split(tensor.dequantize().float().reshape(-1), COPY_ELEMENTS)),
         )
     return Source(
-        np.dtype(_dtype(tensor)), tuple(tensor.shape),
+        numpy_dtype(tensor), tuple(tensor.shape),
         lambda: (piece.cpu().numpy() for piece in torch.split(tensor.reshape(-1), COPY_ELEMENTS)),
     )
