@@ -12,7 +12,8 @@ from spes_p2p.research import ledgers
 from spes_p2p.research.ledgers import BufferedLedger
 from spes_p2p.rounds.accounting import Ledger, TrainedTokens
 from spes_p2p.rounds.codecs import CODECS
-from spes_p2p.rounds.parts import Part, part_ranges, part_table
+from spes_p2p.rounds.part_table import part_table
+from spes_p2p.rounds.parts import Part, part_ranges
 from spes_p2p.rounds.planned import Member
 from spes_p2p.testing.synthetic import SyntheticTrainer
 from spes_p2p.training.interface import Phase, PhaseReport

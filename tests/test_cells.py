@@ -39,12 +39,14 @@ from spes_p2p.peer.exchanges import Exchanges
 from spes_p2p.peer.kept_inputs import Input
 from spes_p2p.peer.reducer import EncodedMean, Reducer
 from spes_p2p.rounds import cells
-from spes_p2p.rounds import parts as tables
 from spes_p2p.rounds.cells import FLAT_MEMBERS, make_cells
 from spes_p2p.rounds.digest import content_digest
-from spes_p2p.rounds.parts import Part, from_mask, moved_parts, part_table, pulls, to_mask, traffic, waits_for, weight
+from spes_p2p.rounds.part_table import part_table, table_of
+from spes_p2p.rounds.parts import Part, from_mask, pulls, to_mask, waits_for, weight
 from spes_p2p.rounds.planned import Member, Place, Plan
+from spes_p2p.rounds.revisions import moved_parts
 from spes_p2p.rounds.sums import check_contributors
+from spes_p2p.rounds.traffic import traffic
 from spes_p2p.testing.memory_network import Frame, MemoryNetwork
 from spes_p2p.testing.simulate.swarm import VirtualSwarm, campaign, simulate
 
@@ -445,9 +447,9 @@ def test_a_hub_that_names_contributors_of_another_cell_is_refused() -> None:
 def _small_cells(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Give rounds of nine members cells: three of three, with three columns."""
     monkeypatch.setattr(cells, "FLAT_MEMBERS", 8)
-    tables.table_of.cache_clear()
+    table_of.cache_clear()
     yield
-    tables.table_of.cache_clear()
+    table_of.cache_clear()
 
 
 def hubs_seen(swarm: VirtualSwarm) -> bool:

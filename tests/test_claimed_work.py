@@ -19,7 +19,7 @@ from spes_p2p.model.layout import Layout, TensorSpec
 from spes_p2p.rounds import claims
 from spes_p2p.rounds.accounting import MAX_PENDING_ROUNDS
 from spes_p2p.rounds.claims import BANDWIDTH_RATIO, LOST_ROUNDS, clamped, demoted, outstanding
-from spes_p2p.rounds.parts import part_table
+from spes_p2p.rounds.part_table import part_table
 from spes_p2p.rounds.plan import Rules, make_plan
 from spes_p2p.rounds.planned import Member, Plan
 from spes_p2p.testing.simulate.swarm import EXPERTS, NUM_SAMPLES, VirtualSwarm, campaign, simulate

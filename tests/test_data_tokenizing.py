@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -183,6 +184,12 @@ def test_a_missing_input_is_refused_before_anything_is_read(tmp_path: Path, toke
         tokenize([tmp_path / "missing.jsonl"], tokenizer_json, tmp_path / "out")
     with pytest.raises(UserError, match="no input files"):
         tokenize([], tokenizer_json, tmp_path / "out")
+
+
+def test_a_pipe_is_refused_before_anything_is_read(tmp_path: Path, tokenizer_json: Path) -> None:
+    os.mkfifo(tmp_path / "a.txt")
+    with pytest.raises(UserError, match=r"a\.txt: not a regular file"):
+        tokenize([tmp_path / "a.txt"], tokenizer_json, tmp_path / "out")
 
 
 def test_token_files_are_replaced_only_when_asked(tmp_path: Path, tokenizer_json: Path) -> None:

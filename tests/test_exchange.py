@@ -41,9 +41,10 @@ from spes_p2p.peer.transfers import IN_FLIGHT_S, WINDOW_BYTES
 from spes_p2p.rounds.blockwise import Blockwise
 from spes_p2p.rounds.codecs import CODECS
 from spes_p2p.rounds.digest import content_digest
-from spes_p2p.rounds.parts import SLOWEST_BYTES_PER_S, Part, mask_bytes, to_mask
+from spes_p2p.rounds.parts import Part, mask_bytes, to_mask
 from spes_p2p.rounds.planned import Plan
 from spes_p2p.rounds.results import ABSENT
+from spes_p2p.rounds.traffic import SLOWEST_BYTES_PER_S
 from spes_p2p.testing.memory_network import Frame, MemoryNetwork
 from spes_p2p.testing.simulate.swarm import simulate
 from spes_p2p.testing.simulated_identity import SimulatedIdentity

@@ -22,16 +22,15 @@ from spes_p2p.rounds.influence import (
     DISTANCE_RATIO,
     NORM_RATIO,
     OUTLIER_RATIO,
-    STEP_RATIO,
     WEIGHT_RATIO,
     Contribution,
-    bound_steps,
-    bounds_of,
     clipped_mean,
     square_sum,
 )
-from spes_p2p.rounds.parts import Part, part_table
+from spes_p2p.rounds.part_table import part_table
+from spes_p2p.rounds.parts import Part
 from spes_p2p.rounds.planned import Member
+from spes_p2p.rounds.step_bounds import STEP_RATIO, StepBounds, bound_steps, bounds_of
 from spes_p2p.rounds.sums import make_mean
 from spes_p2p.testing.simulate.swarm import simulate
 
@@ -319,7 +318,7 @@ def records(**known: float) -> np.ndarray:
     return found
 
 
-def bounds(sizes: dict[str, float], before: np.ndarray, members: Sequence[Member] = MEMBERS) -> influence.StepBounds:
+def bounds(sizes: dict[str, float], before: np.ndarray, members: Sequence[Member] = MEMBERS) -> StepBounds:
     parts = table(members)
     return bound_steps(LAYOUT, members, parts, sums_of(parts, sizes), before)
 
@@ -361,7 +360,7 @@ def test_a_bounded_step_changes_the_weights_by_the_factor_and_the_base_ends_with
     base = np.concatenate([rng.standard_normal(LAYOUT.size, np.float32), np.zeros(len(GROUPS), np.float32)])
     updates = {part.index: rng.standard_normal(part.size, np.float32) for part in parts}
     encoded = {index: update.tobytes() for index, update in updates.items()}
-    found = influence.StepBounds({"expert.2": np.float32(0.125)}, records(shared=7.0))
+    found = StepBounds({"expert.2": np.float32(0.125)}, records(shared=7.0))
     new = np.concatenate(list(next_base_pieces(base, LAYOUT, parts, encoded, None, bounds=found)))
     for part in parts:
         factor = np.float32(0.125 if part.group.name == "expert.2" else 1)

@@ -12,7 +12,7 @@ from spes_p2p.messages.methods import PUSH, ROUND
 from spes_p2p.model.layout import Layout, TensorSpec
 from spes_p2p.net.throughput import Throughput
 from spes_p2p.peer.courtesy import SLOW_SHARE, Lateness
-from spes_p2p.rounds import parts
+from spes_p2p.rounds import parts, traffic
 from spes_p2p.testing.attacks.tamper import Liar, Tamper, tampered
 from spes_p2p.testing.memory_network import Frame
 from spes_p2p.testing.simulate.swarm import VirtualSwarm, campaign, simulate
@@ -90,7 +90,7 @@ class ThinLine(Tamper):
 
 @pytest.mark.long
 def test_a_vouched_member_on_a_slow_line_that_it_announces_is_in_each_round(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parts, "SLOWEST_BYTES_PER_S", SLOW_BYTES_PER_S / 4)
+    monkeypatch.setattr(traffic, "SLOWEST_BYTES_PER_S", SLOW_BYTES_PER_S / 4)
     monkeypatch.setattr(parts, "SMALL_BYTES", 1024)
     layout = Layout([
         TensorSpec("embed", (20_000,), "shared"),

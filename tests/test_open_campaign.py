@@ -24,10 +24,12 @@ from spes_p2p.messages.rounds import Announcement, Proposal
 from spes_p2p.rounds.audits import auditors
 from spes_p2p.rounds.claims import NEWCOMERS_WEIGHT, bounded_strangers
 from spes_p2p.rounds.commit import lost_reducers
-from spes_p2p.rounds.parts import moved_parts, part_table, to_mask, weight
+from spes_p2p.rounds.part_table import part_table
+from spes_p2p.rounds.parts import to_mask, weight
 from spes_p2p.rounds.plan import LEAST_NEWCOMERS, NEWCOMER_WEIGHT, Rules, crowded_out, make_plan
 from spes_p2p.rounds.planned import Member, Plan
 from spes_p2p.rounds.results import ABSENT
+from spes_p2p.rounds.revisions import moved_parts
 from spes_p2p.testing.simulate.swarm import EXPERTS, NUM_SAMPLES, campaign
 from spes_p2p.testing.simulated_identity import SimulatedIdentity
 from spes_p2p.testing.virtual_loop import run_virtual

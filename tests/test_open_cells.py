@@ -48,9 +48,11 @@ from spes_p2p.rounds.cells import make_cells
 from spes_p2p.rounds.checks import checkers, disputed
 from spes_p2p.rounds.commit import _lacks
 from spes_p2p.rounds.influence import Contribution, clipped_mean
-from spes_p2p.rounds.parts import Part, moved_parts, part_table, pulls
+from spes_p2p.rounds.part_table import part_table
+from spes_p2p.rounds.parts import Part, pulls
 from spes_p2p.rounds.planned import Member
 from spes_p2p.rounds.reducer_residual import ReducerResiduals
+from spes_p2p.rounds.revisions import moved_parts
 from spes_p2p.rounds.sums import behind_means, is_wrong, make_mean, read_inputs
 from spes_p2p.storage.scratch import memory_scratch
 from spes_p2p.testing.simulate.swarm import VirtualSwarm, simulate

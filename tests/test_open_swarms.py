@@ -42,12 +42,12 @@ from spes_p2p.peer.gathering import MAX_LATE, LateArrivals
 from spes_p2p.peer.kept_results import KeptResults
 from spes_p2p.peer.replica import Replica
 from spes_p2p.peer.transfers import Transfers
-from spes_p2p.rounds import parts
+from spes_p2p.rounds import traffic
 from spes_p2p.rounds.archive import NO_ARCHIVE, Archive
 from spes_p2p.rounds.audits import can_be_audited
 from spes_p2p.rounds.claims import COUNT_BYTES, STRANGERS_BYTES, Outstanding, longest_of_stranger
 from spes_p2p.rounds.commit import staged_report
-from spes_p2p.rounds.parts import part_table
+from spes_p2p.rounds.part_table import part_table
 from spes_p2p.rounds.plan import MAX_SPEED_RATIO, NEWCOMER_WEIGHT
 from spes_p2p.rounds.planned import Plan
 from spes_p2p.rounds.results import Results
@@ -218,7 +218,7 @@ def test_a_stranger_on_a_slow_line_that_holds_its_updates_back_takes_no_parts_fr
         return await honest(self, *update)
 
     monkeypatch.setattr(Transfers, "_send_update", held)
-    monkeypatch.setattr(parts, "SLOWEST_BYTES_PER_S", 10.0)
+    monkeypatch.setattr(traffic, "SLOWEST_BYTES_PER_S", 10.0)
 
     async def main() -> list[Commit]:
         swarm = unaudited_swarm("AB", "XY", seconds_per_step=100.0, layout=layout)

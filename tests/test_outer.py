@@ -11,7 +11,8 @@ from spes_p2p.model.layout import Group
 from spes_p2p.rounds.apply import next_base_pieces
 from spes_p2p.rounds.codecs import CODECS, GroupCodecs
 from spes_p2p.rounds.outer import base_size, first_base, momentum_offsets, outer_settings
-from spes_p2p.rounds.parts import Part, part_table
+from spes_p2p.rounds.part_table import part_table
+from spes_p2p.rounds.parts import Part
 from spes_p2p.rounds.planned import Member, Merge
 from spes_p2p.testing.simulate.swarm import LAYOUT, VirtualSwarm, campaign, simulate
 

@@ -23,23 +23,12 @@ from spes_p2p.model.layout import Layout, TensorSpec
 from spes_p2p.rounds import parts as part_rules
 from spes_p2p.rounds.codecs import CODECS
 from spes_p2p.rounds.commit import check_staged
-from spes_p2p.rounds.parts import (
-    DELEGATION_RATIO,
-    SHORTEST_LIMIT_S,
-    SLOWEST_BYTES_PER_S,
-    Part,
-    exchange_limit_s,
-    extra_copies,
-    from_mask,
-    mask_bytes,
-    part_table,
-    pulls,
-    to_mask,
-    traffic,
-    weight,
-)
+from spes_p2p.rounds.part_table import part_table
+from spes_p2p.rounds.parts import Part, from_mask, mask_bytes, pulls, to_mask, weight
 from spes_p2p.rounds.plan import Rules, alpha_due, campaign_step, check_announcement, local_steps, make_plan
 from spes_p2p.rounds.planned import Member, Plan
+from spes_p2p.rounds.reducers import DELEGATION_RATIO, extra_copies
+from spes_p2p.rounds.traffic import SHORTEST_LIMIT_S, SLOWEST_BYTES_PER_S, exchange_limit_s, traffic
 from spes_p2p.testing.simulate.swarm import EXPERTS, NUM_SAMPLES, campaign, simulate
 
 CAMPAIGN = campaign()

@@ -24,7 +24,7 @@ from spes_p2p.net.interfaces import Channel, Handler, World
 from spes_p2p.net.throughput import Throughput
 from spes_p2p.observe.events import RoundFailed
 from spes_p2p.peer.patience import GIVEN_UP_ROUNDS
-from spes_p2p.rounds import parts
+from spes_p2p.rounds import parts, traffic
 from spes_p2p.testing.attacks.deciding import SilentCoordinator
 from spes_p2p.testing.attacks.kinds import ATTACKS, AttackKind
 from spes_p2p.testing.attacks.tamper import Liar, Tamper, changed, tampered
@@ -297,7 +297,7 @@ class Dawdling(Tamper):
 
 async def slow_swarm(monkeypatch: pytest.MonkeyPatch, attacker: Tamper | None = None) -> VirtualSwarm:
     """Return a swarm on thin lines, X in it if it attacks. An exchange takes some ten times `silence_s`."""
-    monkeypatch.setattr(parts, "SLOWEST_BYTES_PER_S", SLOW_BYTES_PER_S / 4)
+    monkeypatch.setattr(traffic, "SLOWEST_BYTES_PER_S", SLOW_BYTES_PER_S / 4)
     monkeypatch.setattr(parts, "SMALL_BYTES", 1024)
     names = HONEST + ("X" if attacker is not None else "")
     swarm = VirtualSwarm(campaign(total_steps=10**6, sync={"min_peers": len(names)}), layout=WIDE)

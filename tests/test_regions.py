@@ -21,9 +21,11 @@ from spes_p2p.net.nearness import KEPT_ROUNDS, KEPT_TRANSFERS, Nearness
 from spes_p2p.rounds import parts as parts_module
 from spes_p2p.rounds.cells import make_cells
 from spes_p2p.rounds.checks import ACROSS, IN_REGION, drawn, weight_of_checks
-from spes_p2p.rounds.parts import part_table, pulls, to_mask, traffic
+from spes_p2p.rounds.part_table import part_table
+from spes_p2p.rounds.parts import pulls, to_mask
 from spes_p2p.rounds.planned import Member, Place
 from spes_p2p.rounds.regions import IN_COMMON, SMALLEST_REGION, VISIT_EVERY, regions_of
+from spes_p2p.rounds.traffic import traffic
 from spes_p2p.testing.memory_network import MemoryNetwork
 from spes_p2p.testing.simulate.swarm import VirtualSwarm, campaign, simulate
 

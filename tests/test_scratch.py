@@ -16,7 +16,8 @@ from model_shapes import tiny_campaign, tiny_model
 from spes_p2p.messages.samples import Interval
 from spes_p2p.model.build import layout_of
 from spes_p2p.rounds.accounting import Ledger
-from spes_p2p.rounds.parts import part_ranges, part_table
+from spes_p2p.rounds.part_table import part_table
+from spes_p2p.rounds.parts import part_ranges
 from spes_p2p.rounds.planned import Member
 from spes_p2p.rounds.reducer_residual import ReducerResiduals
 from spes_p2p.storage.scratch import memory_scratch

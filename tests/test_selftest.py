@@ -13,7 +13,7 @@ from spes_p2p.model.layout import Layout, TensorSpec
 from spes_p2p.rounds import selftest
 from spes_p2p.rounds.apply import next_base_pieces
 from spes_p2p.rounds.codecs import CODECS, GroupCodecs
-from spes_p2p.rounds.parts import part_table
+from spes_p2p.rounds.part_table import part_table
 from spes_p2p.rounds.planned import Member
 
 

@@ -22,12 +22,12 @@ from spes_p2p.rounds import next_base as staging
 from spes_p2p.rounds.apply import next_base_pieces
 from spes_p2p.rounds.base import BASE, load_base, write_piece
 from spes_p2p.rounds.digest import PIECE_ELEMENTS, content_digest, state_digest
-from spes_p2p.rounds.influence import bounds_of
 from spes_p2p.rounds.next_base import NextBaseBuilder
 from spes_p2p.rounds.outer import base_size, records_of
 from spes_p2p.rounds.parts import to_mask
 from spes_p2p.rounds.planned import Merge
 from spes_p2p.rounds.results import Results
+from spes_p2p.rounds.step_bounds import bounds_of
 from spes_p2p.storage.interfaces import Store
 from spes_p2p.storage.store import DirectoryStore
 from spes_p2p.testing.memory_store import MemoryStore

@@ -32,9 +32,11 @@ from spes_p2p.peer.exchange import Exchange
 from spes_p2p.peer.exchange_context import ExchangeContext
 from spes_p2p.rounds import cells
 from spes_p2p.rounds.codecs import group_codecs
-from spes_p2p.rounds.parts import Part, part_table, table_of, traffic, weight
+from spes_p2p.rounds.part_table import part_table, table_of
+from spes_p2p.rounds.parts import Part, weight
 from spes_p2p.rounds.planned import Member, Plan
 from spes_p2p.rounds.results import Results
+from spes_p2p.rounds.traffic import traffic
 from spes_p2p.testing.in_memory_world import inline
 from spes_p2p.testing.memory_network import MemoryNetwork
 from spes_p2p.testing.simulated_identity import SimulatedIdentity

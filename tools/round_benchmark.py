@@ -316,7 +316,7 @@ def planned_bytes(name: str, elements: int) -> tuple[int, float]:
     from spes_p2p.campaign.planner import round_traffic
     from spes_p2p.rounds.checks import expected_checks
     from spes_p2p.rounds.codecs import group_codecs
-    from spes_p2p.rounds.parts import part_table
+    from spes_p2p.rounds.part_table import part_table
     from spes_p2p.rounds.planned import Member
 
     config, layout = our_campaign(rules_of(name)).config, our_layout(elements)

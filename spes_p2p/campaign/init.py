@@ -20,7 +20,7 @@ from spes_p2p.campaign.overlap import HeldOutText
 from spes_p2p.campaign.start_files import START_FILES
 from spes_p2p.config.campaign import CampaignConfig, TrainingConfig, parse_campaign_config
 from spes_p2p.config.model import CONFIG_JSON
-from spes_p2p.data.documents import read_documents, reader_of
+from spes_p2p.data.documents import check_text_files, read_documents
 from spes_p2p.data.manifest import check_url
 from spes_p2p.data.mix import whole_weights
 from spes_p2p.data.tokenizers import END_OF_TEXT, check_tokenizer, train_tokenizer
@@ -206,7 +206,7 @@ def check_answers(answers: Answers) -> None:
         _check_size(answers.size)
     _check_peers(answers.peers)
     _check_epochs(answers.epochs)
-    _check_texts((*answers.texts, *answers.held_out))
+    check_text_files((*answers.texts, *answers.held_out))
     _check_held_out(answers.texts, answers.held_out)
     _check_tokenizer(answers.tokenizer, answers.start)
     if answers.url is not None:
@@ -243,15 +243,6 @@ def _check_epochs(epochs: float) -> None:
         raise UserError(f"--epochs {epochs:g}: must be greater than 0")
 
 
-def _check_texts(paths: Sequence[Path]) -> None:
-    for path in paths:
-        reader_of(str(path))
-        if path.is_dir():
-            raise UserError(f"{path}: is a folder; name the files in it")
-        if not path.is_file():
-            raise UserError(f"{path}: no such file; give text as .jsonl (also .gz, .zst), .parquet or .txt")
-
-
 def _check_held_out(texts: Sequence[Path], held_out: Sequence[Path]) -> None:
     for path, text in itertools.product(held_out, texts):
         if filecmp.cmp(path, text, shallow=False):
@@ -279,8 +270,8 @@ _PARSERS: dict[str, Callable[[str], Any]] = {
     "size": str, "text": _paths, "held-out": _paths, "tokenizer": _number_or_path, "peers": int, "epochs": float,
 }
 _CHECKS: dict[str, Callable[[Any], None]] = {
-    "size": _check_size, "text": _check_texts, "held-out": _check_texts, "tokenizer": _check_tokenizer, "peers": _check_peers,
-    "epochs": _check_epochs,
+    "size": _check_size, "text": check_text_files, "held-out": check_text_files, "tokenizer": _check_tokenizer,
+    "peers": _check_peers, "epochs": _check_epochs,
 }
 
 

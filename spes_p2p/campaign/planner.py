@@ -31,9 +31,11 @@ from spes_p2p.rounds.audits import are_audited
 from spes_p2p.rounds.codecs import GroupCodecs, group_codecs
 from spes_p2p.rounds.outer import base_size
 from spes_p2p.rounds.ownership import assign_experts
-from spes_p2p.rounds.parts import PART_BYTES, part_table, traffic
+from spes_p2p.rounds.part_table import part_table
+from spes_p2p.rounds.parts import PART_BYTES
 from spes_p2p.rounds.planned import Member
 from spes_p2p.rounds.results import KEPT_ROUNDS, MAX_KEPT_ROUNDS, replayable_rounds
+from spes_p2p.rounds.traffic import traffic
 
 COARSE_PARTS = 2048
 """Maximum number of parts in the traffic computation: enough for the balance, and fast."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
@@ -28,7 +28,7 @@ def read_documents(path: Path, text_field: str = "text") -> Documents:
 
     Raises UserError naming the file and the line or row: missing, unknown format, truncated, not UTF-8, not JSON, no text.
     """
-    reader = reader_of(str(path))
+    reader = _reader_of(str(path))
     try:
         with path.open("rb") as file:
             yield from ((text, done) for text, done in reader(file, str(path), text_field) if text)
@@ -36,7 +36,19 @@ def read_documents(path: Path, text_field: str = "text") -> Documents:
         raise UserError(f"{path}: cannot read it ({error.strerror or error}); check the file and its permissions") from None
 
 
-def reader_of(name: str) -> Callable[[BinaryIO, str, str], Documents]:
+def check_text_files(paths: Sequence[Path]) -> None:
+    """Raise UserError for a path that is missing, no regular file, or of an unknown format."""
+    for path in paths:
+        if not path.exists():
+            raise UserError(f"{path}: no such file; correct the path")
+        if path.is_dir():
+            raise UserError(f"{path}: is a folder; name the files in it")
+        _reader_of(str(path))
+        if not path.is_file():
+            raise UserError(f"{path}: not a regular file; write its text to one")
+
+
+def _reader_of(name: str) -> Callable[[BinaryIO, str, str], Documents]:
     """Return the reader for a file name. Raises UserError for an unknown extension."""
     for ending, reader in READERS.items():
         if name.lower().endswith(ending):

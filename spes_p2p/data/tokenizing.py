@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 from tokenizers import Tokenizer
 
-from spes_p2p.data.documents import Documents, read_documents, reader_of
+from spes_p2p.data.documents import Documents, check_text_files, read_documents
 from spes_p2p.data.manifest import (
     HASHES,
     MANIFEST_NAME,
@@ -171,10 +171,7 @@ def _manifest(identity: TokenizerIdentity, files: Sequence[TokenFile], url: str 
 def _check_inputs(inputs: Sequence[Path]) -> None:
     if not inputs:
         raise UserError("no input files were given; name at least one text file")
-    for path in inputs:
-        reader_of(str(path))
-        if not path.is_file():
-            raise UserError(f"{path}: no such file; correct the path")
+    check_text_files(inputs)
 
 
 def _old_files(output_dir: Path, prefix: str, overwrite: bool) -> list[Path]:

@@ -22,9 +22,10 @@ from spes_p2p.peer.courtesy import KNOWN_PATIENCE, LEAST_SHARE, Wait
 from spes_p2p.peer.gathering import LOOK_S, PING_EVERY_S, Gathering, RoundContext
 from spes_p2p.peer.transfers import COMPLAINT_SILENCES
 from spes_p2p.rounds.commit import HOLDERS, check_staged, disagreeing, lost_reducers, unserved_reducers
-from spes_p2p.rounds.parts import exchange_limit_s, exchange_s, waits_for
+from spes_p2p.rounds.parts import waits_for
 from spes_p2p.rounds.planned import trusted
 from spes_p2p.rounds.results import Results
+from spes_p2p.rounds.traffic import exchange_limit_s, exchange_s
 
 logger = logging.getLogger(__name__)
 

@@ -18,9 +18,10 @@ from spes_p2p.net.rpc import RpcEndpoint
 from spes_p2p.peer.cell_means import CellMeans
 from spes_p2p.peer.courtesy import REDUCERS_SHARE, Courtesy, Lateness
 from spes_p2p.rounds.digest import content_digest
-from spes_p2p.rounds.parts import Part, push_turns
+from spes_p2p.rounds.parts import Part
 from spes_p2p.rounds.planned import Plan
 from spes_p2p.rounds.results import Results
+from spes_p2p.rounds.traffic import push_turns
 from spes_p2p.storage.scratch import Scratch, memory_scratch
 
 BATCH_ELEMENTS = 2**20

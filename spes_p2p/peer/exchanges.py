@@ -22,9 +22,9 @@ from spes_p2p.peer.own_work import OwnWork
 from spes_p2p.rounds.apply import NextBase
 from spes_p2p.rounds.base import Base, BuiltBase
 from spes_p2p.rounds.next_base import NextBaseBuilder
-from spes_p2p.rounds.parts import exchange_limit_s, exchange_s
 from spes_p2p.rounds.planned import Plan, trusted
 from spes_p2p.rounds.results import Results
+from spes_p2p.rounds.traffic import exchange_limit_s, exchange_s
 from spes_p2p.storage.scratch import Scratch
 
 

@@ -19,8 +19,8 @@ from spes_p2p.messages.codec import WireError, pack, unpack
 from spes_p2p.messages.methods import PING
 from spes_p2p.messages.rounds import Ping, Pong
 from spes_p2p.peer.node import Node
-from spes_p2p.rounds.parts import SHORTEST_LIMIT_S
 from spes_p2p.rounds.stragglers import MAX_PATIENCE
+from spes_p2p.rounds.traffic import SHORTEST_LIMIT_S
 
 logger = logging.getLogger(__name__)
 

@@ -30,7 +30,7 @@ from spes_p2p.peer.kept_inputs import Input, KeptInputs
 from spes_p2p.peer.part_frames import Deadline, read_update
 from spes_p2p.peer.serving import Serving
 from spes_p2p.rounds.digest import content_digest
-from spes_p2p.rounds.parts import Part, is_unwatched, mask_bytes, stall_rates, to_mask
+from spes_p2p.rounds.parts import Part, is_unwatched, mask_bytes, to_mask
 from spes_p2p.rounds.plan import MAX_TOKENS
 from spes_p2p.rounds.planned import trusted
 from spes_p2p.rounds.reducer_residual import residual_key
@@ -45,6 +45,7 @@ from spes_p2p.rounds.sums import (
     to_residual,
     tokens_behind,
 )
+from spes_p2p.rounds.traffic import stall_rates
 from spes_p2p.storage.scratch import scratch_arrays
 
 PUSH_SHARE, HUBS_SHARE = 0.5, 0.6

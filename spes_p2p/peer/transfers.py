@@ -28,8 +28,9 @@ from spes_p2p.net.unpacking import unpack_beside
 from spes_p2p.peer.exchange_context import ExchangeContext, SentUpdate, next_batch
 from spes_p2p.peer.part_frames import Deadline, numbered, read_part, weighted
 from spes_p2p.peer.serving import Serving
-from spes_p2p.rounds.parts import Part, pulls, stall_rates, to_mask
+from spes_p2p.rounds.parts import Part, pulls, to_mask
 from spes_p2p.rounds.results import ABSENT
+from spes_p2p.rounds.traffic import stall_rates
 
 logger = logging.getLogger(__name__)
 

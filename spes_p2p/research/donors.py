@@ -14,10 +14,10 @@ from spes_p2p.model.layout import Layout
 from spes_p2p.rounds import next_base
 from spes_p2p.rounds.apply import PLAIN, NextBase
 from spes_p2p.rounds.digest import num_pieces
-from spes_p2p.rounds.influence import StepBounds
 from spes_p2p.rounds.merge import Donors, nearest_experts
 from spes_p2p.rounds.parts import Part
 from spes_p2p.rounds.planned import Merge
+from spes_p2p.rounds.step_bounds import StepBounds
 
 
 class NextBaseOfAggregate(NextBase):

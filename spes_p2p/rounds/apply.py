@@ -16,11 +16,12 @@ import numpy as np
 from spes_p2p.config.campaign import OuterConfig
 from spes_p2p.model.layout import Layout
 from spes_p2p.rounds.digest import PIECE_ELEMENTS
-from spes_p2p.rounds.influence import StepBounds, square_sum
+from spes_p2p.rounds.influence import square_sum
 from spes_p2p.rounds.merge import merge_range, merged_rows
 from spes_p2p.rounds.outer import momentum_offsets, next_momentum, next_weights, outer_settings
 from spes_p2p.rounds.parts import Part
 from spes_p2p.rounds.planned import Merge
+from spes_p2p.rounds.step_bounds import StepBounds
 
 DECODED_PARTS = 16
 """Bounds the cache of decoded parts, for each thread. A merge reads several places of the state at a time."""

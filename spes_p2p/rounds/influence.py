@@ -1,14 +1,9 @@
-"""Bounded influence: how far one contributor can move a part's mean, and one round a group of weights.
+"""Bounded influence: how far one contributor can move a part's mean, which a reducer or hub makes of all updates of the part.
 
-Two checks, on different machines, of different evidence:
-
-- A *reducer* has the updates of all contributors to a part (`clipped_mean`). It leaves out each that is far beyond the median,
-  and clips the others to a multiple of the median. Those that are less trusted can cancel the mean of the others at most,
-  however many they are. With four or more it also clips around the mean: one step of CenteredClip (Karimireddy, He, Jaggi,
-  ICML 2021, arXiv 2012.10333; for peers without a server: Gorbunov et al. 2021, arXiv 2106.11257).
-- *Every member* has the results of all parts, so it can bound the step of each group of weights (`bound_steps`): by the group's
-  own record, which is in the base, and an expert also by the other experts. This is what bounds the sole owner of an expert,
-  a reducer, and one of two contributors that are trusted alike.
+It leaves out each update that is far beyond the median, and clips the others to a multiple of the median. Those that are less
+trusted can cancel the mean of the others at most, however many they are. With four or more it also clips around the mean: one
+step of CenteredClip (Karimireddy, He, Jaggi, ICML 2021, arXiv 2012.10333; for peers without a server: Gorbunov et al. 2021,
+arXiv 2106.11257). What this cannot tell, bounds of whole steps can (`step_bounds.py`).
 
 Medians are of the contributors that are no strangers, where there are any, else of those past probation: an attacker has as
 many identities as it wants. Among strangers alone, as in a cell, weight times norm of each is at most that of a median update.
@@ -23,19 +18,13 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
 from spes_p2p.messages.admission import Standing
-from spes_p2p.messages.consensus import Commit
-from spes_p2p.model.layout import Group, Layout
-from spes_p2p.rounds.outer import records_of
-from spes_p2p.rounds.parts import ENOUGH_TO_CLIP, Part
-from spes_p2p.rounds.planned import Member
-from spes_p2p.rounds.results import Results
-from spes_p2p.storage.threads import in_threads
 
 WEIGHT_RATIO = 4.0
 """Bounds a contributor's weight, in medians. Assigned steps differ from the median peer's by at most as much."""
@@ -45,12 +34,8 @@ OUTLIER_RATIO = 30.0
 """Leaves out an update whose norm is more medians than this. Honest ones came to 11."""
 DISTANCE_RATIO = 2.0
 """Bounds an update's distance from that mean, in medians."""
-STEP_RATIO = 4.0
-"""Bounds the step of a group: in multiples of its record, and of an expert also in multiples of the median expert's."""
-RECORD_RATE = np.float32(0.25)
-"""Weight of a round in a group's record. A campaign's warm-up stays within STEP_RATIO of it."""
-ENOUGH_TO_CENTRE, ENOUGH_EXPERTS = 4, 3
-"""The least for a median that one liar cannot be."""
+ENOUGH_TO_CLIP, ENOUGH_TO_CENTRE = 3, 4
+"""Contributors, for a median that one liar cannot be."""
 BLOCK = 2**15
 """Elements that are squared and added up at a time: with their sums they stay in the processor's cache."""
 DECODED_BYTES = 2**26
@@ -97,105 +82,175 @@ def clipped_mean(
     outweigh the others', and are named only where they lose more than phases of WEIGHT_RATIO times the steps explain. The order
     of the contributions matters to the bits.
 
-    `in_cell`: of a hub, whose mean a reducer bounds again. Among strangers it leaves out nothing, and where fewer than
-    ENOUGH_TO_CLIP of them are past probation it clips to no less than the median of all: a tiny update, even of one of two past
-    probation, would else make all others stand out.
+    `in_cell`: of a hub, whose mean a reducer bounds again.
     """
-    tokens = [each.tokens for each in contributions]
-    judges = _judges([each.standing for each in contributions])
-    updates, factors, scratch = _Updates(contributions, mean.size), [1.0] * len(tokens), np.empty_like(mean)
-    weights = tokens
-    several = [each.members for each in contributions]
-    if clips and (len(tokens) >= ENOUGH_TO_CLIP or len(judges) < len(tokens)):
-        bound = int(WEIGHT_RATIO * statistics.median_low(max(1, tokens[i] // several[i]) for i in judges))
-        tokens = [min(count, bound * members) for count, members in zip(tokens, several, strict=True)]
-        trained = [min(max(1, max(each.trained, each.tokens) // each.members), bound) for each in contributions]
-        square_sums = [square_sum(updates[i]) for i in range(len(tokens))]
-        are_strangers = contributions[judges[0]].standing in ("proven", "newcomer")
-        if in_cell and are_strangers and len(judges) < ENOUGH_TO_CLIP:
-            judges = max(judges, list(range(len(tokens))), key=lambda whom: _median_norm(square_sums, trained, whom))
-        factors = _factors(square_sums, trained, judges, NORM_RATIO)
-        if not (in_cell and are_strangers):
-            tokens = [count if each * OUTLIER_RATIO >= NORM_RATIO else 0 for count, each in zip(tokens, factors, strict=True)]
-        weights = tokens
-        if are_strangers:
-            alike, whom = _factors(square_sums, trained, judges, 1.0), range(len(tokens)) if in_cell else judges
-            weights = [max(1, int(count * alike[i])) if count and i in whom else count for i, count in enumerate(tokens)]
-            judges = list(whom)
-        judges = [i for i in judges if tokens[i]]
-        if len(judges) < len(tokens):
-            _write_mean(updates, [count * (i in judges) for i, count in enumerate(weights)], factors, mean, scratch)
-            norms = [factor * math.sqrt(each) if factor else 0.0 for factor, each in zip(factors, square_sums, strict=True)]
-            weights = _outweighed(weights, norms, judges, math.sqrt(square_sum(mean)))
-    _write_mean(updates, weights, factors, mean, scratch)
-    centred = [1.0] * len(tokens)
-    if clips and len(tokens) >= ENOUGH_TO_CENTRE:
-        each_trained = [count // members for count, members in zip(tokens, several, strict=True)]
-        centred = _centre(updates, each_trained, weights, judges, factors, mean, scratch)
-    return tuple(
-        i for i, each in enumerate(contributions)
-        if factors[i] < 1 or centred[i] < 1 or tokens[i] < each.tokens or WEIGHT_RATIO * weights[i] < tokens[i]
-    )
+    bounded = _BoundedSum(contributions, mean)
+    if not clips or not bounded.can_be_judged:
+        bounded.write_mean(bounded.everyone)
+        return ()
+    bounded.bound_tokens()
+    if bounded.is_of_strangers:
+        _bound_strangers(bounded, in_cell)
+    else:
+        bounded.bound_norms()
+        bounded.leave_out_outliers()
+    bounded.bound_others()
+    bounded.write_mean(bounded.everyone)
+    if len(contributions) >= ENOUGH_TO_CENTRE:
+        bounded.centre()
+    return bounded.clipped
 
 
-def _judges(standings: Sequence[Standing]) -> list[int]:
+def _bound_strangers(bounded: _BoundedSum, in_cell: bool) -> None:
+    """Bound norms and weights where all contributors are strangers: weights of the judges, or in a cell of everyone.
+
+    A cell's sum leaves out nothing. Where fewer than ENOUGH_TO_CLIP are past probation it clips to no less than the median of
+    all: a tiny update, even of one of two past probation, would otherwise make all others stand out.
+    """
+    if in_cell and len(bounded.judges) < ENOUGH_TO_CLIP:
+        bounded.judges = max(bounded.judges, bounded.everyone, key=bounded.median_norm)
+    bounded.bound_norms()
+    if in_cell:
+        bounded.bound_weights(bounded.everyone)
+        bounded.judges = bounded.everyone
+    else:
+        bounded.leave_out_outliers()
+        bounded.bound_weights(bounded.judges)
+
+
+class _BoundedSum:
+    """The contributions to a part's mean, and what the bounds leave of each. Judges are those whose medians count."""
+
+    def __init__(self, contributions: Sequence[Contribution], mean: np.ndarray):
+        self.everyone: Sequence[int] = range(len(contributions))
+        self.judges = _judges([each.standing for each in contributions])
+        """Places, ascending."""
+        self._contributions, self._mean = contributions, mean
+        self._updates, self._scratch = _Updates(contributions, mean.size), np.empty_like(mean)
+        self._tokens = [each.tokens for each in contributions]
+        """0: the contribution is left out."""
+        self._weights = self._tokens
+        self._trained = self._tokens
+        """Tokens of one member that explain the norm."""
+        self._factors = [1.0] * len(contributions)
+        """Of the updates, by their norms."""
+        self._centred = self._factors
+        """Of their distances from the mean."""
+
+    @property
+    def can_be_judged(self) -> bool:
+        """Whether there are enough contributors for a median, or some are less trusted."""
+        return len(self.everyone) >= ENOUGH_TO_CLIP or len(self.judges) < len(self.everyone)
+
+    @property
+    def is_of_strangers(self) -> bool:
+        """Whether all contributors are strangers."""
+        return self._contributions[self.judges[0]].standing in ("proven", "newcomer")
+
+    @property
+    def clipped(self) -> tuple[int, ...]:
+        """Places of the contributions that were clipped."""
+        return tuple(
+            i for i, each in enumerate(self._contributions)
+            if self._factors[i] < 1 or self._centred[i] < 1 or self._tokens[i] < each.tokens
+            or WEIGHT_RATIO * self._weights[i] < self._tokens[i]
+        )
+
+    @cached_property
+    def _square_sums(self) -> list[float]:
+        return [square_sum(self._updates[i]) for i in self.everyone]
+
+    def bound_tokens(self) -> None:
+        """Bound the tokens of each member to WEIGHT_RATIO times the judges' median."""
+        per_member = [max(1, each.tokens // each.members) for each in self._contributions]
+        bound = int(WEIGHT_RATIO * statistics.median_low(per_member[i] for i in self.judges))
+        self._weights = self._tokens = [min(each.tokens, bound * each.members) for each in self._contributions]
+        self._trained = [min(max(1, max(each.trained, each.tokens) // each.members), bound) for each in self._contributions]
+
+    def bound_norms(self) -> None:
+        """Bound the norm of each update to NORM_RATIO times the judges' median."""
+        self._factors = _factors(self._square_sums, self._trained, self.judges, NORM_RATIO)
+
+    def leave_out_outliers(self) -> None:
+        """Leave out each update whose norm is more than OUTLIER_RATIO times the judges' median."""
+        self._weights = self._tokens = [
+            count if factor * OUTLIER_RATIO >= NORM_RATIO else 0
+            for count, factor in zip(self._tokens, self._factors, strict=True)
+        ]
+
+    def bound_weights(self, of: Collection[int]) -> None:
+        """Bound weight times norm of each of these to that of the judges' median update."""
+        alike = _factors(self._square_sums, self._trained, self.judges, 1.0)
+        self._weights = [
+            max(1, int(count * alike[i])) if count and i in of else count for i, count in enumerate(self._weights)
+        ]
+
+    def bound_others(self) -> None:
+        """Bound weights such that all who are no judges together cancel the judges' mean at most.
+
+        Weight times norm of each is at most its share of that, by tokens, so what one sends costs no other its weight. Cutting
+        norms instead would shorten the step where the others are honest.
+        """
+        self.judges = [i for i in self.judges if self._tokens[i]]
+        if len(self.judges) == len(self.everyone):
+            return
+        self.write_mean(self.judges)
+        known = sum(self._weights[i] for i in self.judges)
+        bound = math.sqrt(square_sum(self._mean)) * (known / max(1, sum(self._weights) - known))
+        norms = [
+            factor * math.sqrt(total) if factor else 0.0 for factor, total in zip(self._factors, self._square_sums, strict=True)
+        ]
+        self._weights = [
+            count if i in self.judges or norm <= bound else int(count * bound / norm)
+            for i, (count, norm) in enumerate(zip(self._weights, norms, strict=True))
+        ]
+
+    def write_mean(self, of: Sequence[int]) -> None:
+        """Write the mean of these contributions, in their order."""
+        total, out = sum(self._weights[i] for i in of), self._mean
+        for i in of:
+            if self._weights[i]:
+                np.multiply(self._updates[i], np.float32(self._factors[i] * self._weights[i] / total), out=out)
+                if out is self._scratch:
+                    np.add(self._mean, self._scratch, out=self._mean)
+                out = self._scratch
+
+    def centre(self) -> None:
+        """Move the mean by one step of CenteredClip from itself.
+
+        With v the mean by weights w, sum of w_i (u_i - v) is 0: v + sum of w_i clip(u_i - v) takes only the terms that are
+        clipped.
+        """
+        trained = [count // each.members for count, each in zip(self._tokens, self._contributions, strict=True)]
+        distances = [square_sum(self._distance(i)) for i in self.everyone]
+        self._centred = _factors(distances, trained, self.judges, DISTANCE_RATIO)
+        if min(self._centred) < 1:
+            step, total = np.zeros_like(self._mean), sum(self._weights)
+            for i, factor in enumerate(self._centred):
+                if factor < 1:
+                    far = self._distance(i)
+                    np.multiply(far, np.float32((factor - 1) * self._weights[i] / total), out=far)
+                    np.add(step, far, out=step)
+            np.add(self._mean, step, out=self._mean)
+
+    def median_norm(self, judges: Sequence[int]) -> float:
+        """Return the median of these contributors' norms, to which `bound_norms` compares if they are the judges."""
+        return _median_norm(self._square_sums, self._trained, judges)
+
+    def _distance(self, i: int) -> np.ndarray:
+        """Return an update's distance from the mean, in scratch memory."""
+        update, factor = self._updates[i], self._factors[i]
+        if factor != 1:
+            update = np.multiply(update, np.float32(factor), out=self._scratch)
+        np.subtract(update, self._mean, out=self._scratch)
+        return self._scratch
+
+
+def _judges(standings: Sequence[Standing]) -> Sequence[int]:
     """Return the places of the contributors whose medians count."""
     known = [i for i, standing in enumerate(standings) if standing in ("vouched", "invited")]
     known = known or [i for i, standing in enumerate(standings) if standing == "proven"]
-    return known or list(range(len(standings)))
-
-
-def _outweighed(tokens: Sequence[int], norms: Sequence[float], judges: Sequence[int], norm_of_judges: float) -> list[int]:
-    """Return weights such that the others, all together, cancel the judges' mean of this norm at most.
-
-    Weight times norm of each is at most its share of that, by tokens, so what one sends costs no other its weight. Cutting
-    norms instead would shorten the step where the others are honest.
-    """
-    known = sum(tokens[i] for i in judges)
-    bound = norm_of_judges * (known / max(1, sum(tokens) - known))
-    return [
-        count if i in judges or norm <= bound else int(count * bound / norm)
-        for i, (count, norm) in enumerate(zip(tokens, norms, strict=True))
-    ]
-
-
-def _write_mean(
-    updates: _Updates, weights: Sequence[int], factors: Sequence[float], mean: np.ndarray, scratch: np.ndarray
-) -> None:
-    """Write the mean with these weights of the updates times these factors, in their order."""
-    total, out = sum(weights), mean
-    for i, (weight, factor) in enumerate(zip(weights, factors, strict=True)):
-        if weight:
-            np.multiply(updates[i], np.float32(factor * weight / total), out=out)
-            if out is scratch:
-                np.add(mean, scratch, out=mean)
-            out = scratch
-
-
-def _centre(
-    updates: _Updates, tokens: Sequence[int], weights: Sequence[int], judges: Sequence[int], factors: Sequence[float],
-    mean: np.ndarray, scratch: np.ndarray,
-) -> list[float]:
-    """Move the mean by one step of CenteredClip from itself; return the factors of the distances.
-
-    With v the mean by weights w, sum of w_i (u_i - v) is 0: v + sum of w_i clip(u_i - v) takes only the terms that are clipped.
-    """
-
-    def distance(i: int) -> np.ndarray:
-        update = updates[i] if factors[i] == 1 else np.multiply(updates[i], np.float32(factors[i]), out=scratch)
-        np.subtract(update, mean, out=scratch)
-        return scratch
-
-    clip = _factors([square_sum(distance(i)) for i in range(len(tokens))], tokens, judges, DISTANCE_RATIO)
-    if min(clip) < 1:
-        step, total = np.zeros_like(mean), sum(weights)
-        for i, factor in enumerate(clip):
-            if factor < 1:
-                far = distance(i)
-                np.multiply(far, np.float32((factor - 1) * weights[i] / total), out=far)
-                np.add(step, far, out=step)
-        np.add(mean, step, out=mean)
-    return clip
+    return known or range(len(standings))
 
 
 def _median_norm(square_sums: Sequence[float], tokens: Sequence[int], judges: Sequence[int]) -> float:
@@ -231,75 +286,3 @@ class _Updates:
             if self._holds:
                 self._held[place] = update
         return update
-
-
-@dataclass(frozen=True)
-class StepBounds:
-    """What a round's steps are bounded to, the same at every member."""
-
-    factors: Mapping[str, np.float32]
-    """By name, of the groups whose updates are scaled down; below 1."""
-    records: np.ndarray
-    """float32 `[groups]`: the record of each group after the round, in the layout's order."""
-
-    @property
-    def bounded(self) -> tuple[tuple[str, float], ...]:
-        """The factors, for the report."""
-        return tuple((name, float(factor)) for name, factor in self.factors.items())
-
-
-def bound_steps(
-    layout: Layout, members: Sequence[Member], committed: Sequence[Part], square_sums: Mapping[int, float], records: np.ndarray
-) -> StepBounds:
-    """Return the bounds of a round. `square_sums`: of each committed part's decoded result, by index. `records`: in the base.
-
-    A group's size is its update's root mean square per root of its contributors' mean tokens; its record is a moving average of
-    that, 0 before its first update. An expert's record never binds below the median of the round's experts, so that an owner
-    that let it shrink does not hold back the next one. With fewer than two trainers nothing is bounded.
-    """
-    sizes = _sizes(members, committed, square_sums)
-    experts = [size for group, size in sizes.items() if group.expert is not None]
-    typical = statistics.median_low(experts) if len(experts) >= ENOUGH_EXPERTS else math.inf
-    is_swarm = sum(member.trains for member in members) > 1
-    factors, after = {}, records.copy()
-    for place, group in enumerate(layout.groups):
-        if group not in sizes:
-            continue
-        size, record = sizes[group], records[place]
-        bound = STEP_RATIO * float(record) if record > 0 else math.inf
-        if group.expert is not None and typical < math.inf:
-            bound = min(STEP_RATIO * typical, max(bound, typical))
-        if is_swarm and size > bound:
-            factors[group.name] = np.float32(bound / size)
-            size = bound
-        taken = np.float32(min(size, float(np.finfo(np.float32).max)))
-        after[place] = record + (taken - record) * RECORD_RATE if record > 0 else taken
-    return StepBounds(factors, after)
-
-
-def bounds_of(
-    base: np.ndarray, layout: Layout, commit: Commit, results: Results, known: Mapping[int, float] | None = None,
-    threads: int = 1,
-) -> StepBounds:
-    """Return the bounds of a decided round, from its base and its complete results. `known`: square sums taken before."""
-
-    def square_sum_of(part: Part) -> float:
-        return square_sum(part.codec.decode(results.encoded[part.index], part.size))
-
-    committed = results.committed(commit)
-    square_sums = dict(known or {})
-    missing = [part for part in committed if part.index not in square_sums]
-    square_sums.update(zip((part.index for part in missing), in_threads(square_sum_of, missing, threads), strict=True))
-    return bound_steps(layout, results.plan.members, committed, square_sums, records_of(base, layout))
-
-
-def _sizes(members: Sequence[Member], committed: Sequence[Part], square_sums: Mapping[int, float]) -> dict[Group, float]:
-    """Return the size of each group's update."""
-    sums: dict[Group, float] = {}
-    elements: dict[Group, int] = {}
-    tokens: dict[Group, float] = {}
-    for part in committed:
-        sums[part.group] = sums.get(part.group, 0.0) + square_sums[part.index]
-        elements[part.group] = elements.get(part.group, 0) + part.size
-        tokens[part.group] = sum(members[i].tokens for i in part.contributors) / len(part.contributors)
-    return {group: math.sqrt(total / elements[group] / max(1.0, tokens[group])) for group, total in sums.items()}

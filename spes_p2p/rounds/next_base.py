@@ -23,9 +23,9 @@ from spes_p2p.model.layout import Layout
 from spes_p2p.rounds.apply import NextBase
 from spes_p2p.rounds.base import BASE, BuiltBase, close_base, close_in_memory, write_piece
 from spes_p2p.rounds.digest import PIECE_ELEMENTS, PIECES_PER_BATCH, piece_digest
-from spes_p2p.rounds.influence import bound_steps, bounds_of
 from spes_p2p.rounds.outer import records_of
 from spes_p2p.rounds.results import Results
+from spes_p2p.rounds.step_bounds import bound_steps, bounds_of
 from spes_p2p.storage.interfaces import Store
 from spes_p2p.storage.mapped import release
 from spes_p2p.storage.threads import in_threads, spans

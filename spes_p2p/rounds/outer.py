@@ -1,7 +1,7 @@
 """The outer step: applies a round's mean update to the base. Plain averaging, or SGD with Nesterov momentum (DiLoCo).
 
 The base is one float32 vector: all weights (`[layout.size]`), then the momentum of the groups with momentum, in the layout's
-order, then one record of each group's updates (influence.py). So the base's digest, file and download cover them all, and a
+order, then one record of each group's updates (step_bounds.py). So the base's digest, file and download cover them all, and a
 late joiner applies the next round to the same bits. Momentum costs four bytes a parameter of these groups, and nothing in a
 round's exchange.
 """

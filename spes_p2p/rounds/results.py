@@ -13,10 +13,12 @@ from spes_p2p.model.layout import Layout
 from spes_p2p.rounds.codecs import GroupCodecs
 from spes_p2p.rounds.digest import content_digest
 from spes_p2p.rounds.outer import base_size
-from spes_p2p.rounds.parts import PART_BYTES, Part, from_mask, mask_bytes, moved_parts, part_table
+from spes_p2p.rounds.part_table import part_table
+from spes_p2p.rounds.parts import PART_BYTES, Part, from_mask, mask_bytes
 from spes_p2p.rounds.planned import DerivePlan, Plan
 from spes_p2p.rounds.remembered import remembered
 from spes_p2p.rounds.result_file import ResultFile, part_offsets
+from spes_p2p.rounds.revisions import moved_parts
 from spes_p2p.storage.interfaces import Store
 from spes_p2p.storage.store import frame_record, read_frame
 

@@ -13,10 +13,11 @@ from spes_p2p.errors import UserError
 from spes_p2p.model.layout import Layout, TensorSpec
 from spes_p2p.rounds.apply import next_base_pieces
 from spes_p2p.rounds.codecs import CODECS, GroupCodecs
-from spes_p2p.rounds.influence import StepBounds, square_sum
+from spes_p2p.rounds.influence import square_sum
 from spes_p2p.rounds.outer import base_size
-from spes_p2p.rounds.parts import part_table
+from spes_p2p.rounds.part_table import part_table
 from spes_p2p.rounds.planned import Member, Merge
+from spes_p2p.rounds.step_bounds import StepBounds
 
 KNOWN_ANSWER = "a4fa1ad88d3036098584fb83cb26486ff659d2f012ea832388a5840483543dc1"
 """Digest of the self-test. It covers all of CODECS: a new codec changes it."""
