@@ -21,6 +21,7 @@ from sample_text import write_test_campaign
 from spes_p2p.campaign.files import read_campaign
 from spes_p2p.campaign.free_memory import choose_devices, has_active_display, measured
 from spes_p2p.campaign.host_memory import host_bytes
+from spes_p2p.campaign.plan_table import describe_setup, join_flags
 from spes_p2p.campaign.planner import plan_peer
 from spes_p2p.campaign.room import DISPLAY_BYTES, HOST_RESERVED_BYTES, Device, choices, find_room, needed_bytes
 from spes_p2p.campaign.speed import costs_of, step_seconds
@@ -313,9 +314,50 @@ def test_several_devices_divide_a_batch_and_each_holds_everything_else() -> None
 
 
 def test_several_devices_of_which_none_holds_the_weights_are_refused_with_the_reason() -> None:
-    with pytest.raises(UserError, match=r"GB free in place of each of the 4: weights are not divided among devices") as one:
+    with pytest.raises(UserError, match=r"GB free in place of each of the 4;") as one:
         find_room(recipe("9b"), card(8, ranks=4), "free memory (cuda)")
     assert "\n" not in str(one.value)
+
+
+def test_several_devices_divide_the_layers_where_no_expert_fits_otherwise() -> None:
+    config = recipe("7b")
+    with pytest.raises(UserError):
+        find_room(config, card(12), "x")
+    divided = find_room(config, card(12, ranks=2), "x")
+    assert (divided.setup.owned, divided.setup.sharded, divided.setup.checkpointing) == (1, True, True)
+    assert "layers divided" in describe_setup(divided.setup, 32)
+    assert join_flags(divided.setup).endswith("--sharding")
+    whole = find_room(config, card(24, ranks=2), "x").setup
+    assert not whole.sharded
+    assert find_room(config, card(24, ranks=2), "x", {"sharded": True}).setup.owned > whole.owned
+    with pytest.raises(UserError, match="without --\\[no-\\]sharding"):
+        find_room(config, card(12, ranks=2), "x", {"sharded": False})
+
+
+def test_divided_layers_take_a_share_of_the_memory_and_the_rest_is_on_the_host_between_phases() -> None:
+    config = recipe("7b")
+    whole = Setup(1, "bf16", "adamw", 1, checkpointing=True, ranks=4)
+    divided = replace(whole, sharded=True)
+    of_whole, of_divided = (device_bytes(config.model, 2048, setup) for setup in (whole, divided))
+    assert of_divided.activations == of_whole.activations
+    assert of_whole.moments / 4 < of_divided.moments < of_whole.moments / 2.5, "embedding and head are whole tensors"
+    assert of_whole.stored / 4 < of_divided.stored < of_whole.stored / 3
+    assert of_whole.weights / 4 < of_divided.weights == of_divided.gradients < of_whole.weights / 1.4
+    on_host = host_bytes(config, divided).shards
+    assert on_host == pytest.approx(0.75 * (of_whole.weights + of_whole.moments + of_whole.stored), rel=0.1)
+    assert host_bytes(config, whole).shards == 0
+    assert step_seconds(config, divided) > step_seconds(config, whole)
+    assert "sharding" in str(costs_of(config, divided))
+
+
+def test_sharding_needs_several_devices_and_recomputes_activations() -> None:
+    config = tiny_campaign()
+    with pytest.raises(UserError, match=r"^--sharding: divides the layers among several devices; name them with --devices"):
+        resources_on(card(8), settings(sharding=True), config)
+    with pytest.raises(UserError, match=r"^--sharding: recomputes activations; leave out --no-activation-checkpointing"):
+        resources_on(card(8, ranks=2), settings(devices="all", sharding=True, activation_checkpointing=False), config)
+    assert resources_on(card(8, ranks=2), settings(devices="all", sharding=True), config).options.sharded
+    assert not resources_on(card(8, ranks=2), settings(devices="all"), config).options.sharded
 
 
 @pytest.mark.parametrize(("batch", "ranks", "advice"), [(4, 3, "1, 2"), (16, 5, "1, 2, 4"), (1, 2, "1")])
