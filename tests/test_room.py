@@ -344,7 +344,7 @@ def test_divided_layers_take_a_share_of_the_memory_and_the_rest_is_on_the_host_b
     assert of_whole.stored / 4 < of_divided.stored < of_whole.stored / 3
     assert of_whole.weights / 4 < of_divided.weights == of_divided.gradients < of_whole.weights / 1.4
     on_host = host_bytes(config, divided).shards
-    assert on_host == pytest.approx(0.75 * (of_whole.weights + of_whole.moments + of_whole.stored), rel=0.1)
+    assert 0.6 < on_host / (of_whole.weights + of_whole.moments + of_whole.stored) < 0.75
     assert host_bytes(config, whole).shards == 0
     assert step_seconds(config, divided) > step_seconds(config, whole)
     assert "sharding" in str(costs_of(config, divided))
