@@ -1,4 +1,7 @@
-"""A peer with two ranks as processes: it takes part like any other, and its processes live and die together."""
+"""A peer with two ranks as processes: it takes part like any other, and its processes live and die together.
+
+It starts again with layers divided among them or not, whatever it was before.
+"""
 
 from __future__ import annotations
 
@@ -29,12 +32,13 @@ def test_two_ranks_are_one_peer_from_start_to_end(campaign: Path, tmp_path: Path
     )
     with LocalPeers(tmp_path) as swarm:
         address = swarm.bootstrap(config).address
-        two = swarm.join("peer-0", address, "--devices", "cpu,cpu")
+        two = swarm.join("peer-0", address, "--devices", "cpu,cpu", "--sharding")
         swarm.join("peer-1", address)
         swarm.wait(lambda: is_member_since(two, 1), START_S, "the peer with two ranks is a member of a round")
         assert all(len(found) == 1 for found in swarm.digests().values())
         assert "micro-batch" in two.log
         assert "on each of 2 devices" in two.log
+        assert "layers divided among them" in two.log
 
         last = swarm.newest_round() + 1
         (follower,) = followers(two)
@@ -47,7 +51,7 @@ def test_two_ranks_are_one_peer_from_start_to_end(campaign: Path, tmp_path: Path
         swarm.wait(lambda: is_member_since(two, last), START_S, "it is a member again")
         swarm.kill("peer-0")  # checks that its processes end with it
         last = swarm.newest_round() + 1
-        two = swarm.join("peer-0", address, "--devices", "cpu,cpu")
+        two = swarm.join("peer-0", address, "--devices", "cpu,cpu", "--sharding")
         swarm.wait(lambda: is_member_since(two, last), START_S, "it is a member again")
         assert len(followers(two)) == 1
         assert swarm.terminate("peer-0") == 0
