@@ -63,6 +63,15 @@ def test_the_records_of_a_round_of_64_take_little_of_the_coordinators_memory(mon
     assert found["peak"] < 1.8
 
 
+@pytest.mark.long
+def test_the_gate_takes_a_share_of_a_phase_and_an_audited_peer_keeps_its_moments() -> None:
+    bench = tool("open_benchmark")
+    few, many = (bench.costs(bench.campaign(1), phase, 1) for phase in (20, 100))
+    assert 0.1 < few["gate_share"] < 1
+    assert many["gate_share"] < few["gate_share"] / 2
+    assert 4 * few["trained"] < few["kept_bytes"] < 4.1 * few["trained"], "two moments in bfloat16"
+
+
 @pytest.mark.slow
 def test_a_peer_writes_about_what_a_round_changed_and_restarts_with_the_same_base(tmp_path: Path) -> None:
     command = [str(ROOT / "tools/bench"), "state", "--billions", "0.02", "--rounds", "2", "--json", "--folder", str(tmp_path)]
