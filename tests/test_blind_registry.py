@@ -13,7 +13,7 @@ from hivemind.dht import DHTNode
 from spes_p2p.net import dht
 from spes_p2p.net.contacts import MANY_CONTACTS, SHOWN_CONTACTS, SHOWN_S, is_shown
 from spes_p2p.net.libp2p import Libp2p, start_libp2p
-from spes_p2p.testing.memory_network import MemoryRegistry
+from spes_p2p.testing.memory_registry import MemoryRegistry
 from spes_p2p.testing.simulate.swarm import VirtualSwarm, campaign, simulate
 
 SOON_S = 60.0

@@ -47,7 +47,8 @@ from spes_p2p.rounds.planned import Member, Place, Plan
 from spes_p2p.rounds.revisions import moved_parts
 from spes_p2p.rounds.sums import check_contributors
 from spes_p2p.rounds.traffic import traffic
-from spes_p2p.testing.memory_network import Frame, MemoryNetwork
+from spes_p2p.testing.memory_network import MemoryNetwork
+from spes_p2p.testing.memory_state import Frame
 from spes_p2p.testing.simulate.swarm import VirtualSwarm, campaign, simulate
 
 WIDE = Layout([TensorSpec("embed", (2**10, 2**8), "shared")] + [

@@ -15,7 +15,7 @@ from spes_p2p.peer.exchanges import Exchanges
 from spes_p2p.peer.kept_results import KINDS
 from spes_p2p.peer.node import CONTACT_TTL_S
 from spes_p2p.rounds.results import KEPT_ROUNDS
-from spes_p2p.testing.memory_network import Frame
+from spes_p2p.testing.memory_state import Frame
 from spes_p2p.testing.simulate.swarm import VirtualSwarm, campaign, simulate
 
 SOON_S = 60.0

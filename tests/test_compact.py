@@ -22,7 +22,7 @@ from spes_p2p.messages.refusals import Code
 from spes_p2p.net.identity import RSAIdentity
 from spes_p2p.net.rpc import RpcEndpoint
 from spes_p2p.observe.events import RoundFailed
-from spes_p2p.testing.memory_network import Frame
+from spes_p2p.testing.memory_state import Frame
 from spes_p2p.testing.simulate.swarm import VirtualSwarm, campaign, simulate
 
 MEMBERS = "ABCDEFGHIJKL"

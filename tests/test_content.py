@@ -54,7 +54,8 @@ from spes_p2p.rounds.digest import PIECE_ELEMENTS, content_digest, piece_digests
 from spes_p2p.rounds.parts import to_mask
 from spes_p2p.rounds.results import Results
 from spes_p2p.testing.in_memory_world import in_memory_world
-from spes_p2p.testing.memory_network import Frame, MemoryNetwork
+from spes_p2p.testing.memory_network import MemoryNetwork
+from spes_p2p.testing.memory_state import Frame
 from spes_p2p.testing.simulate.swarm import simulate
 
 SILENCE_S = 2.0

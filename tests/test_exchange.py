@@ -45,7 +45,8 @@ from spes_p2p.rounds.parts import Part, mask_bytes, to_mask
 from spes_p2p.rounds.planned import Plan
 from spes_p2p.rounds.results import ABSENT
 from spes_p2p.rounds.traffic import SLOWEST_BYTES_PER_S
-from spes_p2p.testing.memory_network import Frame, MemoryNetwork
+from spes_p2p.testing.memory_network import MemoryNetwork
+from spes_p2p.testing.memory_state import Frame
 from spes_p2p.testing.simulate.swarm import simulate
 from spes_p2p.testing.simulated_identity import SimulatedIdentity
 

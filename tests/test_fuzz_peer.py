@@ -18,7 +18,8 @@ from spes_p2p.messages.framing import Kind
 from spes_p2p.messages.methods import METHODS
 from spes_p2p.net.contacts import registry_key
 from spes_p2p.net.shares import HELD_PER_PEER, HELD_PER_STRANGER, STREAMS_PER_OUTSIDER
-from spes_p2p.testing.memory_network import Frame, MemoryChannel
+from spes_p2p.testing.memory_channels import MemoryChannel
+from spes_p2p.testing.memory_state import Frame
 from spes_p2p.testing.simulate.swarm import VirtualSwarm, campaign
 from spes_p2p.testing.virtual_loop import VirtualLoop
 

@@ -14,7 +14,7 @@ from spes_p2p.net.throughput import Throughput
 from spes_p2p.peer.courtesy import SLOW_SHARE, Lateness
 from spes_p2p.rounds import parts, traffic
 from spes_p2p.testing.attacks.tamper import Liar, Tamper, tampered
-from spes_p2p.testing.memory_network import Frame
+from spes_p2p.testing.memory_state import Frame
 from spes_p2p.testing.simulate.swarm import VirtualSwarm, campaign, simulate
 
 SILENCE_S = 5.0

@@ -25,7 +25,8 @@ from spes_p2p.peer import decisions
 from spes_p2p.peer.node import CONTACT_EVERY_S, CONTACTS_READ_PER_S
 from spes_p2p.rounds.checks import checkers
 from spes_p2p.rounds.digest import PIECE_ELEMENTS, state_digest
-from spes_p2p.testing.memory_network import UNUSED_S, Frame, MemoryNetwork, MemoryTransport
+from spes_p2p.testing.memory_network import MemoryNetwork, MemoryTransport
+from spes_p2p.testing.memory_state import UNUSED_S, Frame
 from spes_p2p.testing.simulate.scenario import Scenario, peer_names
 from spes_p2p.testing.simulate.swarm import VirtualSwarm, campaign, simulate
 from spes_p2p.testing.simulate.virtual import run_seed
@@ -165,7 +166,7 @@ def test_among_many_peers_the_registry_connects_few_with_all(monkeypatch: pytest
         swarm.start_all(names)
         await swarm.until_round(8)
         since = asyncio.get_running_loop().time() - UNUSED_S
-        stored = {peer: [at for at in each.values() if at > since] for peer, each in swarm.network._stored_at.items()}
+        stored = {peer: [at for at in each.values() if at > since] for peer, each in swarm.network.stored_at.items()}
         assert len(stored["W"]) == len(names), "the owner's"
         return sorted(len(stored[name]) for name in names)
 

@@ -11,7 +11,8 @@ from spes_p2p.errors import PeerUnreachable, Refused
 from spes_p2p.messages.framing import MAX_FRAME_BYTES, Message
 from spes_p2p.net.interfaces import MAX_RECORD_BYTES, Channel
 from spes_p2p.testing.in_memory_world import in_memory_world
-from spes_p2p.testing.memory_network import UNREAD_FRAMES, MemoryNetwork
+from spes_p2p.testing.memory_channels import UNREAD_FRAMES
+from spes_p2p.testing.memory_network import MemoryNetwork
 from spes_p2p.testing.memory_store import MemoryStore
 from spes_p2p.testing.virtual_loop import DeadlockError, run_virtual
 
@@ -131,7 +132,7 @@ def test_a_peer_that_is_not_there_refuses_at_once_and_a_method_that_is_not_serve
 def test_a_peer_that_only_dials_is_reached_by_whom_it_has_dialled():
     async def main():
         network = MemoryNetwork()
-        network.client_only.add("b")
+        network.nats.put_behind("b", "symmetric")
         for name in "abc":
             await network.transport(name).serve("echo", echo)
         await network.transport("b").open("c", "echo")

@@ -62,7 +62,7 @@ def world(campaign: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         with LocalPeers(tmp_path_factory.mktemp("swarm")) as peers:
             world = World(machines, peers)
             for name in ("bootstrap", OPEN, *HIDDEN):
-                machines.add(name, BYTES_PER_S, behind_router=name in HIDDEN)
+                machines.add(name, BYTES_PER_S, nat="symmetric" if name in HIDDEN else "open")
             first = world.start("bootstrap", ["bootstrap", "--config", str(config), "--listen", "/ip4/0.0.0.0/tcp/31337"])
             peers.wait(lambda: first.address or not first.is_running, 240, "the bootstrap says its address")
             for name in (OPEN, *HIDDEN):

@@ -54,7 +54,7 @@ def test_the_notebook_trains_until_the_campaign_ends(campaign: Path, tmp_path: P
     said = ""
     with contextlib.closing(Namespaces()) as machines, LocalPeers(tmp_path) as swarm:
         for name in ("bootstrap", "other", "notebook"):
-            machines.add(name, 12.5e6, behind_router=name == "notebook")
+            machines.add(name, 12.5e6, nat="symmetric" if name == "notebook" else "open")
         first = swarm.run(
             "bootstrap", ["bootstrap", "--config", str(short), "--listen", LISTEN], before=tuple(machines.command("bootstrap"))
         )

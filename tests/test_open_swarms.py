@@ -55,7 +55,7 @@ from spes_p2p.session.admission import standing_in
 from spes_p2p.testing.attacks.deciding import altered
 from spes_p2p.testing.attacks.kinds import ATTACKS, AttackKind
 from spes_p2p.testing.attacks.tamper import Liar, Tamper, changed, tampered
-from spes_p2p.testing.memory_network import Frame
+from spes_p2p.testing.memory_state import Frame
 from spes_p2p.testing.simulate.swarm import EXPERTS, VirtualSwarm, campaign, simulate
 from spes_p2p.testing.simulated_identity import SimulatedIdentity
 from spes_p2p.testing.wrapped import Wrapped

@@ -28,7 +28,7 @@ from spes_p2p.rounds import parts, traffic
 from spes_p2p.testing.attacks.deciding import SilentCoordinator
 from spes_p2p.testing.attacks.kinds import ATTACKS, AttackKind
 from spes_p2p.testing.attacks.tamper import Liar, Tamper, changed, tampered
-from spes_p2p.testing.memory_network import Frame
+from spes_p2p.testing.memory_state import Frame
 from spes_p2p.testing.simulate.swarm import VirtualSwarm, campaign, simulate
 
 SILENCE_S = 5.0

@@ -180,8 +180,8 @@ def test_the_control_of_the_peer_that_coordinates_counts() -> None:
 
 @pytest.mark.long
 def test_peers_that_cannot_be_dialled_and_thin_uploads_take_part() -> None:
-    machines = {"peer-1": MachineSettings(client_only=True), "peer-2": MachineSettings(upload="10kbit"),
-                "peer-3": MachineSettings(client_only=True)}
+    machines = {"peer-1": MachineSettings(nat="symmetric"), "peer-2": MachineSettings(upload="10kbit"),
+                "peer-3": MachineSettings(nat="cone")}
     run = virtual._Run(Scenario(peer_names(5), 6, vary=False, machines=machines), 0)
     run_virtual(run.main())
     assert_sound(run.result())
@@ -191,7 +191,7 @@ def test_peers_that_cannot_be_dialled_and_thin_uploads_take_part() -> None:
     assert members.keys() >= machines.keys()
     assert all(members[name].tokens > 0 for name in machines)
     assert members["peer-1"].bandwidth == members["peer-3"].bandwidth == 0
-    line = run._swarm.network._link("peer-2")
+    line = run._swarm.network.lines.of("peer-2")
     assert (line.up, line.down) == (1250.0, 12.5e6)
 
 
@@ -367,6 +367,11 @@ BAD = {
     "faults:\n  - {fault: disconnect, round: 5, peers: [peer-1]}": "must be the two peers that lose each other",
     "faults:\n  - {fault: stop, round: 5, peers: [peer-1]}": "is for a partition or a disconnect",
     "machines: {peer-7: {speed: 2}}": "line 1: machines.peer-7 = 'given': no such peer",
+    "nat: {cone: 0.5, symmetric: 0.6}": "line 1: nat.symmetric = 0.6: must be at most 1 together with cone = 0.5",
+    "nat: {conical: 0.5}": "unknown field 'nat.conical'",
+    "peers: 3\nloss: [0.1, 0.01]": "line 2: loss = [0.1, 0.01]: must be a number from 0 to 0.5, or two: [least, greatest]",
+    "latency_s: fast": "line 1: latency_s = 'fast': must be a number of at least 0, or two: [least, greatest]",
+    "machines: {bootstrap: {nat: cone}}": "line 1: machines.bootstrap.nat = 'cone': must be open: others join by it",
     "bandwidth: fast": "bandwidth = 'fast': must be a bandwidth such as 100mbit or 1gbit",
     "": "this file is empty",
 }

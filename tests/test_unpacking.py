@@ -24,7 +24,7 @@ from spes_p2p.net.rpc import RpcEndpoint
 from spes_p2p.net.unpacking import LARGE_BYTES
 from spes_p2p.peer import announcing
 from spes_p2p.testing.attacks.tamper import Liar, Tamper, changed, tampered
-from spes_p2p.testing.memory_network import Frame
+from spes_p2p.testing.memory_state import Frame
 from spes_p2p.testing.simulate.swarm import VirtualSwarm, campaign, simulate
 from spes_p2p.testing.simulated_identity import SimulatedIdentity
 

@@ -22,7 +22,7 @@ from spes_p2p.peer.reducer import Reducer
 from spes_p2p.rounds.parts import Part
 from spes_p2p.testing.attacks.kinds import ATTACKS
 from spes_p2p.testing.attacks.tamper import Liar, Tamper, changed, tampered
-from spes_p2p.testing.memory_network import Frame
+from spes_p2p.testing.memory_state import Frame
 from spes_p2p.testing.simulate.swarm import VirtualSwarm, simulate
 
 HONEST = "AB"

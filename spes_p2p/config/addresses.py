@@ -84,6 +84,15 @@ def is_relayed(address: str) -> bool:
     return "/p2p-circuit/" in address
 
 
+def is_public(address: str) -> bool:
+    """Return whether a peer's multiaddr leads to it over the internet, without a relay."""
+    host = address.split("/")[2]
+    try:
+        return ipaddress.ip_address(host).is_global and not is_relayed(address)
+    except ValueError:
+        return not is_relayed(address)
+
+
 def listen_beside(addresses: Sequence[str]) -> tuple[str, ...]:
     """Return the default addresses to listen on: loopback only if all `addresses` of the swarm are loopback."""
     return LOOPBACK_LISTEN if addresses and all(map(is_loopback, addresses)) else DEFAULT_LISTEN

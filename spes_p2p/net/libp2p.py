@@ -31,7 +31,7 @@ from spes_p2p.config.addresses import (
     peer_of,
 )
 from spes_p2p.errors import PeerUnreachable, RunDirInUse, UserError
-from spes_p2p.net.connections import Connections
+from spes_p2p.net.connections import Connection, Connections
 from spes_p2p.net.daemon_process import StartedDaemon
 from spes_p2p.net.dht import DHTRegistry, join_dht
 from spes_p2p.net.identity import RSAIdentity, Visitor
@@ -71,9 +71,14 @@ class Libp2p:
         self.transport = Libp2pTransport(daemon, addresses)
         self.registry = registry
         self._daemon, self._node, self._lock = daemon, node, lock
-        self._connections = Connections(daemon.open_connections, daemon.close_connections, daemon.uses)
+        self._connections = Connections(self._look, daemon.close_connections, daemon.uses)
         keeping, loop = (self.transport.keep_addresses(), self._connections.keep_bounded()), asyncio.get_running_loop()
         self._keeping = [loop.create_task(each) for each in keeping]
+
+    async def _look(self) -> list[Connection]:
+        found = await self._daemon.open_connections()
+        self.transport.dial_again(found)
+        return found
 
     @property
     def daemon_pid(self) -> int:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from contextlib import suppress
 
 from hivemind.p2p.p2p_daemon_bindings.utils import ControlFailure
 
-from spes_p2p.config.addresses import is_loopback, is_peer_address
+from spes_p2p.config.addresses import is_loopback, is_peer_address, is_public
 from spes_p2p.errors import PeerUnreachable
 from spes_p2p.net.byte_stream import ByteStream
 from spes_p2p.net.channels import StreamChannel
+from spes_p2p.net.connections import Connection
 from spes_p2p.net.interfaces import Handler
 from spes_p2p.net.p2pd import Daemon
 
@@ -32,6 +33,7 @@ class Libp2pTransport:
         self._addresses = addresses
         self._known: dict[str, tuple[str, ...]] = {}
         self._dialled: set[str] = set()
+        self._dials: dict[str, asyncio.Lock] = {}
 
     @property
     def peer_id(self) -> str:
@@ -61,6 +63,11 @@ class Libp2pTransport:
         """Return whether one of these peers is dialled through this one."""
         here = f"/p2p/{self.peer_id}/p2p-circuit/"
         return any(here in address for peer in peers for address in self._known.get(peer, ()))
+
+    def dial_again(self, connections: Collection[Connection]) -> None:
+        """Dial those of these peers before the next stream that are connected through relays only."""
+        direct = {peer for peer, addresses in connections if not all(map(is_over_relay, addresses))}
+        self._dialled.difference_update(peer for peer, _ in connections if peer not in direct)
 
     async def seen_at(self, peer: str) -> tuple[str, ...]:
         """Return the multiaddrs of the open connections with a peer, as seen from here."""
@@ -103,9 +110,24 @@ class Libp2pTransport:
                 self._dialled.discard(peer)
                 if not addresses:
                     raise
+        async with self._dials.setdefault(peer, asyncio.Lock()):
+            if peer not in self._dialled:
+                await self._dial(peer, addresses)
+        return await self.daemon.open_stream(peer, protocol, OPEN_TIMEOUT_S)
+
+    async def _dial(self, peer: str, addresses: tuple[str, ...]) -> None:
+        """Connect to a peer, directly if that may succeed: libp2p does not dial while there is a relayed connection."""
+        if any(map(is_public, addresses)) and not self.daemon.uses.is_used(peer):
+            found = await self.seen_at(peer)
+            if found and all(map(is_over_relay, found)) and not self.daemon.uses.is_used(peer):
+                await self.daemon.close_connections(peer)
         await self.daemon.connect(peer, addresses, OPEN_TIMEOUT_S)
         self._dialled.add(peer)
-        return await self.daemon.open_stream(peer, protocol, OPEN_TIMEOUT_S)
+
+
+def is_over_relay(address: str) -> bool:
+    """Return whether this is the address of a relayed connection's other end."""
+    return "/p2p-circuit" in address
 
 
 async def visible_addresses(daemon: Daemon) -> tuple[str, ...]:

@@ -31,7 +31,7 @@ from spes_p2p.messages.methods import ACCEPT, PING, PREPARE, ROUND
 from spes_p2p.messages.rounds import Announcement, Evidence, Pong, Proposal, Staged
 from spes_p2p.net.interfaces import Channel, Handler, Identity, World
 from spes_p2p.testing.attacks.tamper import Liar, Tamper, changed, tampered
-from spes_p2p.testing.memory_network import Frame
+from spes_p2p.testing.memory_state import Frame
 from spes_p2p.testing.wrapped import Wrapped
 
 HIGH = 2**31

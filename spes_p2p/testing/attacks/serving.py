@@ -26,7 +26,7 @@ from spes_p2p.rounds.digest import content_digest
 from spes_p2p.rounds.parts import Part
 from spes_p2p.testing.attacks.tamper import Liar, Tamper, Tell, changed, tampered
 from spes_p2p.testing.attacks.updates import with_bandwidth
-from spes_p2p.testing.memory_network import Frame
+from spes_p2p.testing.memory_state import Frame
 from spes_p2p.testing.wrapped import Wrapped
 
 TARPIT_S = 2.0

@@ -11,7 +11,7 @@ from spes_p2p.messages.codec import WireError, pack, unpack
 from spes_p2p.messages.compact import Brief
 from spes_p2p.messages.framing import Kind, Message
 from spes_p2p.net.interfaces import Channel, Handler, Transport, World
-from spes_p2p.testing.memory_network import Frame
+from spes_p2p.testing.memory_state import Frame
 from spes_p2p.testing.wrapped import Wrapped
 
 Tell = Callable[[str], None]

@@ -16,7 +16,7 @@ from spes_p2p.messages.rounds import Announcement
 from spes_p2p.model.layout import Group
 from spes_p2p.net.interfaces import Identity, World
 from spes_p2p.testing.attacks.tamper import Liar, Tamper, changed, tampered
-from spes_p2p.testing.memory_network import Frame
+from spes_p2p.testing.memory_state import Frame
 from spes_p2p.training.interface import Phase, PhaseReport, Trainer
 
 SCALE, FLIP, NOISE = 1000.0, -10.0, 1.0

@@ -67,6 +67,7 @@ def simulate_virtual(
     made["sent_bytes_per_round_median"] = max(each.sent_bytes_per_round for each in found)
     for i, name in enumerate(("registry_sent_bytes_per_min_max", "registry_received_bytes_per_min_median")):
         made[name] = max(each.registry_bytes_per_min[i] for each in found)
+    made["relayed_bytes"] = max(each.relayed_bytes for each in found)
     made["connections_max"] = max(each.connections_max for each in found)
     made["connections_max_trainer"] = max(each.connections_max_trainer for each in found)
     made["connections_median"] = max(each.connections_median for each in found)

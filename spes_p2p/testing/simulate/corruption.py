@@ -6,7 +6,7 @@ import random
 from dataclasses import replace
 
 from spes_p2p.messages.framing import Kind
-from spes_p2p.testing.memory_network import Frame
+from spes_p2p.testing.memory_state import Frame
 
 _CORRUPTIBLE = {
     "parts": (("pull", Kind.PART), ("parts", Kind.CONTENT)), "pieces": (("base", Kind.CONTENT),), "push": (("push", Kind.PART),)

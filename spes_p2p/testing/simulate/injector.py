@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 
 from spes_p2p.consensus.electorate import quorum
-from spes_p2p.testing.memory_network import Frame
+from spes_p2p.testing.memory_state import Frame
 from spes_p2p.testing.simulate.audit import Audit
 from spes_p2p.testing.simulate.corruption import corrupted
 from spes_p2p.testing.simulate.faults import HARMLESS, Fault, SwarmView, random_fault, random_points

@@ -14,6 +14,8 @@ import subprocess
 from collections.abc import Iterable
 from pathlib import Path
 
+from spes_p2p.testing.memory_nat import Nat
+
 SUBNET = "11.213"
 HOME, HOME_ROUTER = "192.168.1.2", "192.168.1.1"
 """Addresses of each machine behind a router, and of its router on that side."""
@@ -32,11 +34,14 @@ table ip router {
     ct state established,related accept
   }
   chain out { type nat hook postrouting priority 100;
-    oifname "line" masquerade random
+    oifname "line" masquerade FLAGS
   }
 }
 """
-"""Only the home side can open connections. Each gets a random outside port, so no port can be guessed (a symmetric NAT)."""
+"""Only the home side can open connections."""
+MASQUERADE = {"cone": "", "symmetric": "random"}
+"""Flags by kind of NAT. cone: a connection keeps its port, whatever its destination. symmetric: each gets a random outside
+port, so no port can be guessed."""
 
 
 def why_unavailable(routers: bool = False) -> str | None:
@@ -53,7 +58,7 @@ def why_unavailable(routers: bool = False) -> str | None:
         return f"this kernel or container does not allow network namespaces ({error})"
     try:
         if routers:
-            _run("ip", "netns", "exec", probe, "nft", ROUTER_RULES)
+            _run("ip", "netns", "exec", probe, "nft", _router_rules("symmetric"))
     except OSError as error:
         return f"this kernel or container does not translate addresses ({error})"
     finally:
@@ -73,14 +78,14 @@ class Namespaces:
             _run("ip", "link", "add", bridge, "type", "bridge")
             _run("ip", "link", "set", bridge, "up")
 
-    def add(self, name: str, bytes_per_s: float, behind_router: bool = False) -> None:
-        """Create a peer's machine. `bytes_per_s`: bandwidth each way. `behind_router`: others cannot dial it."""
+    def add(self, name: str, bytes_per_s: float, nat: Nat = "open") -> None:
+        """Create a peer's machine. `bytes_per_s`: bandwidth each way. `nat`: of the router that it is behind, if not open."""
         number = self._numbers[name] = len(self._numbers) + 1
-        if behind_router:
+        if nat != "open":
             self._routers.add(name)
         on_line, outside, inside = self._on_line(name), f"v{os.getpid()}o{number}", f"v{os.getpid()}i{number}"
-        if behind_router:
-            self._add_home(self._space(name), on_line)
+        if nat != "open":
+            self._add_home(self._space(name), on_line, nat)
         else:
             _run("ip", "netns", "add", on_line)
         _run("ip", "link", "add", outside, "type", "veth", "peer", "name", inside)
@@ -92,7 +97,7 @@ class Namespaces:
         _run("tc", "qdisc", "add", "dev", outside, "root", *_limit(bytes_per_s))
         _run("tc", "-n", on_line, "qdisc", "add", "dev", "line", "root", *_limit(bytes_per_s))
 
-    def _add_home(self, space: str, router: str) -> None:
+    def _add_home(self, space: str, router: str, nat: Nat) -> None:
         """Create a machine and its router, connected by a cable."""
         for each in (space, router):
             _run("ip", "netns", "add", each)
@@ -103,7 +108,7 @@ class Namespaces:
         _run("ip", "-n", space, "link", "set", "lo", "up")
         _run("ip", "-n", space, "route", "add", "default", "via", HOME_ROUTER)
         _run("ip", "netns", "exec", router, "sh", "-c", "echo 1 > /proc/sys/net/ipv4/ip_forward")
-        _run("ip", "netns", "exec", router, "nft", ROUTER_RULES)
+        _run("ip", "netns", "exec", router, "nft", _router_rules(nat))
 
     def address(self, name: str) -> str:
         """Return the machine's IPv4 address, or its router's."""
@@ -157,6 +162,10 @@ class Namespaces:
     def _on_line(self, name: str) -> str:
         """Return the namespace with the public address: the machine's or its router's."""
         return self._space(name) + ("-router" if name in self._routers else "")
+
+
+def _router_rules(nat: Nat) -> str:
+    return ROUTER_RULES.replace("FLAGS", MASQUERADE[nat])
 
 
 def _limit(bytes_per_s: float) -> tuple[str, ...]:

@@ -9,7 +9,7 @@ from spes_p2p.messages.codec import unpack
 from spes_p2p.messages.compact import Brief, Compact
 from spes_p2p.messages.framing import Kind
 from spes_p2p.observe.events import Event, StateEntered
-from spes_p2p.testing.memory_network import Frame
+from spes_p2p.testing.memory_state import Frame
 
 IMMEDIATELY = "start"
 """Not a point: strike as soon as the previous round is committed."""

@@ -85,6 +85,8 @@ class RunReport:
     registry_bytes_per_min: tuple[float, float] = (0.0, 0.0)
     """Over the whole run: what the peer that sends most of the registry's records sends, and what the median peer receives
     (virtual form)."""
+    relayed_bytes: int = 0
+    """What relays passed on for peers that others cannot dial, over the whole run (virtual form)."""
     connections_max: int = 0
     """The most other peers with which one peer had open streams, or exchanged contacts lately, at a time (virtual form)."""
     connections_max_trainer: int = 0

@@ -6,12 +6,13 @@ valid values.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from spes_p2p.config.problems import broken_rule, validated
 from spes_p2p.config.quantities import parse_bits_per_second
@@ -22,6 +23,7 @@ from spes_p2p.errors import UserError
 from spes_p2p.messages.fields import MAX_MEMBERS
 from spes_p2p.testing.attacks.kinds import ATTACKS, AttackKind
 from spes_p2p.testing.attacks.kinds import KINDS as ATTACK_KINDS
+from spes_p2p.testing.memory_nat import Nat
 from spes_p2p.testing.simulate.faults import KINDS, Corruption, Fault, Kind
 from spes_p2p.testing.simulate.points import IMMEDIATELY, known_point
 
@@ -60,6 +62,28 @@ Bandwidth = Annotated[str, checked("must be a bandwidth such as 100mbit or 1gbit
 Point = Annotated[str, AfterValidator(_point)]
 
 
+MAX_LOSS = 0.5
+
+
+def _range(most: float) -> BeforeValidator:
+    """Return a validator that takes a number for the range of this number alone."""
+
+    def check(value: Any) -> Any:
+        ends = tuple(value) if isinstance(value, (list, tuple)) else (value, value)
+        are_numbers = len(ends) == 2 and all(isinstance(end, (int, float)) and not isinstance(end, bool) for end in ends)
+        if not are_numbers or not 0 <= ends[0] <= ends[1] <= most:
+            limit = f"from 0 to {most:g}" if most < math.inf else "of at least 0"
+            raise broken_rule(f"must be a number {limit}, or two: [least, greatest]")
+        return ends
+
+    return BeforeValidator(check)
+
+
+Loss = Annotated[float, Field(strict=True, ge=0, le=MAX_LOSS)]
+Losses = Annotated[tuple[float, float], _range(MAX_LOSS)]
+Latencies = Annotated[tuple[float, float], _range(math.inf)]
+
+
 class MachineSettings(Section):
     """One peer's machine and link. Omitted values are those of the other peers, or the seed chooses them."""
 
@@ -67,13 +91,29 @@ class MachineSettings(Section):
     experts: Positive | None = Field(None, description="Maximum number of experts to train.")
     bandwidth: Bandwidth | None = Field(None, description="Bandwidth of its link, each way: 100mbit.")
     upload: Bandwidth | None = Field(None, description="Bandwidth of its link's upload, if that is another (virtual form).")
-    client_only: bool = Field(False, description="Nobody can open a connection to it, and it announces so (virtual form).")
+    nat: Nat | None = Field(
+        None, description="open: others can dial it. cone: one outside port, so two such peers connect by hole punching. "
+        "symmetric: a port for each destination (virtual form).")
+    loss: Loss | None = Field(None, description="Share of packets that its link loses, each way (virtual form).")
     latency_s: NonNegative | None = Field(None, description="One-way seconds to every other peer (real processes: from them).")
 
     @property
     def bandwidth_bytes_per_s(self) -> float | None:
         """Bandwidth each way."""
         return None if self.bandwidth is None else bytes_per_s(self.bandwidth)
+
+
+class NatSettings(Section):
+    """Shares of the trainers that are behind NATs of each kind; the others can be dialled."""
+
+    cone: Fraction = Field(0.0, description="One outside port for all destinations.")
+    symmetric: Fraction = Field(0.0, description="An outside port for each destination.")
+
+    @model_validator(mode="after")
+    def _check(self) -> NatSettings:
+        if self.cone + self.symmetric > 1 + 1e-9:
+            raise broken_rule(f"must be at most 1 together with cone = {self.cone:g}", "symmetric", self.symmetric)
+        return self
 
 
 NO_DURATION = {
@@ -124,8 +164,16 @@ class ScenarioSettings(Section):
     kinds: tuple[Kind, ...] = Field(get_args(Kind), description="Kinds of the random faults.")
     points: tuple[Point, ...] = Field((), description="Points of the random faults. Default: all.")
     step_s: PositiveNumber = Field(2.5, description="Seconds per local step at speed 1 (virtual form).")
-    latency_s: NonNegative = Field(0.05, description="One-way seconds between two peers.")
+    latency_s: Latencies = Field(
+        (0.05, 0.05), description="One-way seconds between two peers. [least, greatest]: the seed draws each peer's; between "
+        "two it is their mean (virtual form).")
     bandwidth: Bandwidth = Field("100mbit", description="Bandwidth of every peer's link, each way.")
+    upload: Bandwidth | None = Field(None, description="Bandwidth of every peer's upload, if that is another (virtual form).")
+    nat: NatSettings = Field(
+        NatSettings(), description="Shares of the trainers behind NATs, drawn by the seed (virtual form).")
+    loss: Losses = Field(
+        (0.0, 0.0), description="Share of packets that each trainer's link loses. [least, greatest]: the seed draws each one's "
+        "(virtual form).")
     vary: bool = Field(True, description="Each seed chooses speeds, capacities, codec, redundancy and merging (virtual form).")
     overlap: bool = Field(False, description="Overlap rounds with training (`sync.overlap`).")
     churn: NonNegative = Field(
@@ -146,6 +194,8 @@ class ScenarioSettings(Section):
         for name in self.machines:
             if name not in known:
                 raise broken_rule(f"no such peer; there are {_shown(known)}", f"machines.{name}", "given")
+        if BOOTSTRAP in self.machines and self.machines[BOOTSTRAP].nat not in (None, "open"):
+            raise broken_rule("must be open: others join by it", f"machines.{BOOTSTRAP}.nat", self.machines[BOOTSTRAP].nat)
         if self.attackers and 2 * self.attackers >= self.peers:
             raise broken_rule(f"must be less than half of the {self.peers} peers", "attackers", self.attackers)
         if "attacks" in self.model_fields_set and not self.attackers:
@@ -170,8 +220,15 @@ class Scenario:
     """Points of random faults; empty: all."""
     step_s: float = 2.5
     """Seconds per local step at speed 1."""
-    latency_s: float = 0.05
+    latencies_s: tuple[float, float] = (0.05, 0.05)
+    """One-way seconds between two peers: the least and the greatest."""
     bandwidth_bytes_per_s: float = 12.5e6
+    upload_bytes_per_s: float | None = None
+    """None: the same."""
+    nats: Mapping[Nat, float] = field(default_factory=dict)
+    """Shares of the trainers behind NATs of each kind."""
+    losses: tuple[float, float] = (0.0, 0.0)
+    """Share of packets that a trainer's line loses: the least and the greatest."""
     vary: bool = True
     """Let each seed choose speeds, capacities, codec, redundancy and merging."""
     overlap: bool = False
@@ -196,6 +253,11 @@ class Scenario:
     """Campaign file whose model and text the peers train instead of the small ones (virtual form, with attackers)."""
     device: str = "cpu"
     """Where they train."""
+
+    @property
+    def latency_s(self) -> float:
+        """Mean one-way seconds between two peers."""
+        return sum(self.latencies_s) / 2
 
     @property
     def liars(self) -> tuple[str, ...]:
@@ -267,8 +329,11 @@ def _scenario(settings: ScenarioSettings) -> Scenario:
         kinds=settings.kinds,
         points=settings.points,
         step_s=settings.step_s,
-        latency_s=settings.latency_s,
+        latencies_s=settings.latency_s,
         bandwidth_bytes_per_s=bytes_per_s(settings.bandwidth),
+        upload_bytes_per_s=None if settings.upload is None else bytes_per_s(settings.upload),
+        nats={"cone": settings.nat.cone, "symmetric": settings.nat.symmetric},
+        losses=settings.loss,
         vary=settings.vary,
         overlap=settings.overlap,
         churn=settings.churn,

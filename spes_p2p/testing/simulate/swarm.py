@@ -132,7 +132,7 @@ class Machine:
     experts: int = EXPERTS
     """Maximum number of experts it trains."""
     bandwidth: float = 1.0
-    """Relative bandwidth that it announces; 0: it cannot be dialled."""
+    """Relative bandwidth that it announces; 0, also behind a NAT: it cannot be dialled."""
     base_in_memory: bool = False
 
 
@@ -247,7 +247,7 @@ class VirtualSwarm:
             self.trainers[name] = trainer
             return trainer
 
-        capacity = Capacity(machine.experts, machine.bandwidth)
+        capacity = Capacity(machine.experts, machine.bandwidth, is_dialable=lambda: self.network.nats.is_open(name))
         peer = Peer(
             node, self.layout, make_trainer, capacity, observer, lambda: b"", where or name, base_in_memory=base_in_memory,
             checkpoint_every_s=self._checkpoint_every_s,

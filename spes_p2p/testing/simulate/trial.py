@@ -21,7 +21,7 @@ from spes_p2p.messages.framing import Kind
 from spes_p2p.net.interfaces import Channel, Handler, Transport, World
 from spes_p2p.observe.events import Event
 from spes_p2p.storage.interfaces import Draft, Store
-from spes_p2p.testing.memory_network import Frame
+from spes_p2p.testing.memory_state import Frame
 from spes_p2p.testing.simulate.corruption import corrupted
 from spes_p2p.testing.simulate.points import point_of_event, point_of_frame, point_of_write
 from spes_p2p.testing.wrapped import Wrapped

@@ -53,8 +53,9 @@ from spes_p2p.testing.simulate.churn import keep_churning
 from spes_p2p.testing.simulate.injector import Injector, now
 from spes_p2p.testing.simulate.points import point_of_event, point_of_write
 from spes_p2p.testing.simulate.report import Attacked, RunReport, found_out
-from spes_p2p.testing.simulate.scenario import BOOTSTRAP, WARM_ROUNDS, Scenario, bytes_per_s, runs_of
+from spes_p2p.testing.simulate.scenario import BOOTSTRAP, WARM_ROUNDS, Scenario, runs_of
 from spes_p2p.testing.simulate.swarm import LAYOUT, VirtualSwarm, campaign
+from spes_p2p.testing.simulate.wiring import connect, connect_bootstrap
 from spes_p2p.testing.simulate.work import ROUNDING, Work
 from spes_p2p.testing.virtual_loop import run_virtual, running_peer
 
@@ -221,6 +222,7 @@ class _Run:
             control_bytes_median=(int(statistics.median(sent)), int(statistics.median(received))),
             sent_bytes_per_round=self._sent_bytes_per_round(),
             registry_bytes_per_min=self._registry_bytes_per_min(),
+            relayed_bytes=sum(self._swarm.network.relayed_bytes.values()),
             connections_max=max(connections.values(), default=0), connections_max_trainer=max(trainers, default=0),
             connections_median=int(statistics.median(connections.values() or (0,))), log=tuple(self._log),
             attacked=self._attacked() if self._scenario.attackers else None,
@@ -254,6 +256,7 @@ class _Run:
         self._swarm.invitations = {name: self._swarm.invitation(name, ("trainer", "elector")) for name in scenario.vouched}
         self._faults = Injector(self._swarm, scenario, self._rng, self._audit, self._start_trainer, self._note)
         network.tap = self._faults.on_frame
+        connect_bootstrap(network, scenario)
         self._make_store(BOOTSTRAP)
         self._swarm.start_bootstrap()
         for name in self._names[:START_TOGETHER]:
@@ -276,22 +279,16 @@ class _Run:
 
     def _start_trainer(self, name: str) -> None:
         """Start a new trainer with the machine and link that the scenario or the seed gives it."""
-        scenario, network = self._scenario, self._swarm.network
+        scenario = self._scenario
         machine = scenario.machine(name)
         speed = machine.speed if machine.speed is not None else self._rng.choice(SPEEDS) if scenario.vary else 1.0
         experts = machine.experts or (self._rng.choice((1, 2, self._experts)) if scenario.vary else self._experts)
         if name in scenario.vouched and machine.experts is None:
             experts = self._experts  # an expert needs a vouched owner
-        link = machine.bandwidth_bytes_per_s or scenario.bandwidth_bytes_per_s
-        network.set_bandwidth(name, link if machine.upload is None else bytes_per_s(machine.upload), link)
-        if machine.client_only:
-            network.client_only.add(name)
-        if machine.latency_s is not None:
-            for other in (BOOTSTRAP, *scenario.peer_names):
-                network.set_latency(name, other, machine.latency_s)
+        connect(self._swarm.network, scenario, self._seed, name)
         self._audit.capacities[name] = experts
         self._make_store(name)
-        self._swarm.start(name, speed, experts, bandwidth=float(not machine.client_only))
+        self._swarm.start(name, speed, experts)
 
     def _make_store(self, name: str) -> None:
         def on_write(point: str, blob: str) -> None:
