@@ -104,7 +104,7 @@ class PartitionedExperts(nn.Module):
     ):
         """`block` is the transformers block to replace; only its shapes and gate are used, so it may be on the meta device.
 
-        `home` and `stored_home`: where owned and foreign experts are between uses; a `prefetcher` takes the latter from host
+        `home` and `stored_home`: where owned and foreign experts are between uses. A `prefetcher` takes foreign ones from host
         memory to `device`. The default backend is that of `auto`.
         """
         super().__init__()
@@ -118,7 +118,8 @@ class PartitionedExperts(nn.Module):
         self._gate = gate_of(block)
         _, hidden_size, intermediate_size = block.get_parameter("down_proj").shape
         self._backend = backend or choose_backend("auto", device, hidden_size, intermediate_size)
-        self._prefetcher, self._home, self._stored_home = prefetcher, home, stored_home
+        self._prefetcher, self._home = prefetcher, home
+        self._stored_home: Home = stored_home if prefetcher is None else "host"
         self._layer = prefetcher.add() if prefetcher is not None else 0
         self._slabs: dict[str, Tensor] = {}
         self.low_rank: LowRank | None = None
