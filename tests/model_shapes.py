@@ -3,7 +3,7 @@
 from typing import Any
 
 from spes_p2p.config.campaign import CampaignConfig, DataConfig, EvaluationConfig, TrainingConfig
-from spes_p2p.config.model import ModelConfig
+from spes_p2p.config.model import ModelConfig, ModelSection
 
 
 def tiny_model(**changes: Any) -> ModelConfig:
@@ -24,7 +24,7 @@ def tiny_training(**changes: Any) -> TrainingConfig:
     return TrainingConfig(**{**settings, **changes})
 
 
-def tiny_campaign(model: ModelConfig | None = None, training: TrainingConfig | None = None) -> CampaignConfig:
+def tiny_campaign(model: ModelSection | None = None, training: TrainingConfig | None = None) -> CampaignConfig:
     """A campaign of the tiny model; its data section names no real files."""
     return CampaignConfig(
         name="tiny",

@@ -324,6 +324,20 @@ def test_a_step_that_is_not_finite_leaves_8bit_moments_alone(device: str) -> Non
 
 
 @needs_torchao
+def test_8_bit_moments_of_what_is_not_stepped_are_not_touched() -> None:
+    """Rank 0 of several has those of other ranks' layers in main memory, and would read all of them in each step."""
+    parameters = [torch.nn.Parameter(torch.zeros(4096)) for _ in range(2)]
+    optimizer = make_adamw("adamw8bit", [{"params": parameters, "weight_decay": 0.0, "batches": 1.0}], (0.9, 0.999), 1e-8)
+    for parameter in parameters:
+        parameter.grad = torch.ones(4096)
+    optimizer.step([1.0])
+    untouched = optimizer.torch_optimizer.state[parameters[1]]["exp_avg_sq"].codes.zero_()
+    parameters[1].grad = None
+    optimizer.step([1.0])
+    assert not untouched.any()
+
+
+@needs_torchao
 @on_each_device
 @pytest.mark.parametrize("loads", [False, True], ids=["", "from a checkpoint that has zeros"])
 def test_no_weight_leaps_whose_second_moment_is_too_small_for_8_bits(loads: bool, device: str) -> None:
@@ -335,7 +349,7 @@ def test_no_weight_leaps_whose_second_moment_is_too_small_for_8_bits(loads: bool
     if loads:
         arrays = {name: np.array(tensor.cpu()) for name, tensor in optimizer.state_of(parameter).items()}
         arrays["exp_avg_sq.codes"][1::2] = 0
-        assert optimizer.load_state_of(parameter, arrays)
+        assert optimizer.load_state_of(parameter, arrays, parameter.device)
     before = parameter.detach().clone()
     parameter.grad.zero_()
     optimizer.step([1.0])

@@ -2,28 +2,35 @@
 
 from __future__ import annotations
 
+import json
 import math
 import signal
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import cast
 
 import numpy as np
 import pytest
 import torch
+from model_shapes import tiny_campaign
+from moe_families import small_config
 
 from spes_p2p.config.campaign import CampaignConfig
-from spes_p2p.errors import Broken
+from spes_p2p.config.model import TransformersModel
+from spes_p2p.errors import Broken, UserError
 from spes_p2p.messages.samples import Interval
-from spes_p2p.model.build import initial_state, layout_of
+from spes_p2p.model.build import initial_state, layer_number, layout_of
 from spes_p2p.model.formats import StoredPlace
-from spes_p2p.model.memory import Setup, device_bytes, stored_bytes
+from spes_p2p.model.memory import Setup, device_bytes, host_shards_bytes, stored_bytes
+from spes_p2p.model.sharding import ranks_outside_layers
 from spes_p2p.session.ranks import Leader
 from spes_p2p.testing.simulate.language import SETTINGS, LanguageTrainer, Sentences
 from spes_p2p.testing.simulate.swarm import VirtualSwarm, campaign, simulate
 from spes_p2p.training.interface import Phase, PhaseReport
 from spes_p2p.training.options import TrainingOptions
 from spes_p2p.training.ranks import ALONE, Ranks, Step, buckets
-from spes_p2p.training.trainer import TorchTrainer
+from spes_p2p.training.trainer import TorchTrainer, no_base
 
 CAMPAIGN = campaign(
     60, "none", model=SETTINGS["model"] | {"num_hidden_layers": 2},
@@ -36,6 +43,7 @@ LAYOUT = layout_of(CONFIG.model)
 BASE = initial_state(CONFIG.model)
 HALF = TrainingOptions(micro_batch_size=CONFIG.training.batch_size // 2)
 SHARDS = replace(HALF, sharded=True)
+SHARDS_INT8 = replace(SHARDS, stored="int8")
 CPU = torch.device("cpu")
 BF16_ROUNDING = 0.1
 """Bound of the relative difference by norm; on a CPU in bf16 autocast it is 0.025. Of experts with few tokens it is 0.4."""
@@ -90,9 +98,9 @@ def train(trainer: TorchTrainer, number: int, steps: int = 5) -> PhaseReport:
 
 
 def other_campaign(optimizer: str) -> tuple[CampaignConfig, TrainingOptions]:
-    """Low-rank terms, tied weights, documents apart; foreign experts in int8, activations recomputed."""
+    """Low-rank terms, tied weights, documents apart, samples left out; foreign experts in int8, activations recomputed."""
     model = SETTINGS["model"] | {"num_hidden_layers": 3, "moe_low_rank": 8, "tie_word_embeddings": True}
-    training = SETTINGS["training"] | {"intra_document_masking": True, "optimizer": optimizer}
+    training = SETTINGS["training"] | {"intra_document_masking": True, "instance_filter": True, "optimizer": optimizer}
     changed = campaign(60, "none", model=model, training=training)
     return changed.config, replace(HALF, stored="int8", activation_checkpointing=True)
 
@@ -213,6 +221,46 @@ def test_a_rank_has_its_share_as_the_formula_says(rank: int, stored_on: StoredPl
     assert sum(stored) == pytest.approx(stored_bytes(CONFIG.model, setup) * layers // 2, abs=50)
 
 
+@pytest.mark.parametrize(("family", "ranks"), [("deepseek_v2", 2), ("deepseek_v2", 3), ("qwen2_moe", 2), ("qwen2_moe", 3)])
+def test_layers_that_are_not_alike_take_what_the_formula_says(family: str, ranks: int) -> None:
+    """The first layer is dense, or every other one. The formula is of the rank with most."""
+    given = {"num_hidden_layers": 5, "decoder_sparse_step": 2}
+    config_json = json.loads(small_config(family).to_json_string(use_diff=False)) | given | {"layer_types": None}
+    config = tiny_campaign(TransformersModel(config=config_json))
+    layout, base = layout_of(config.model), no_base(config.model)
+    setup = Setup(1, "int8", "adamw", 1, "cpu", False, checkpointing=True, ranks=ranks, sharded=True)
+    found = []
+    for rank in range(ranks):
+        trainer = TorchTrainer(config, base, (0,), None, None, "cpu", SHARDS_INT8, Ranks(rank, ranks))
+        sizes: dict[int | None, list[int]] = {}
+        for name, weights in trainer.weights.items():
+            sizes.setdefault(layout.by_name[name].spec.layer, [0, 0])[0] += weights.nbytes
+        for name, block in trainer.blocks.items():
+            sizes[layer_number(f"{name}.")][1] += sum(each.nbytes for each in block.stored_tensors())
+        here = [layer for layer in sizes if layer is None or layer % ranks == rank]
+        largest = max((layer for layer in sizes if layer not in here), key=lambda layer: 2 * sizes[layer][0] + sizes[layer][1])
+        outside = sum(t.spec.size for t in layout.tensors if ranks_outside_layers(layout, ranks).get(t.spec.name) == rank)
+        weights, stored = (sum(sizes[layer][i] for layer in (*here, largest)) for i in range(2))
+        moments = 2 * (4 * outside + sum(sizes[layer][0] for layer in here if layer is not None))
+        found.append((2 * weights + stored + moments, weights, stored, moments))
+    _, weights, stored, moments = max(found)
+    expected = device_bytes(config.model, 16, setup)
+    assert (expected.weights, expected.stored, expected.moments) == (weights, stored, moments)
+
+
+def test_moments_of_what_other_ranks_step_wait_in_main_memory() -> None:
+    """As `host_shards_bytes` counts them, also of weights outside the layers, which rank 0 has on its device."""
+    trainer = TorchTrainer(CONFIG, BASE, (0, 3), None, None, "cpu", SHARDS, Ranks(0, 2))
+    optimizer, on_gpu = trainer._optimizer, cast(torch.nn.Parameter, SimpleNamespace(device=torch.device("cuda")))
+    waiting = {name for name in trainer.weights if optimizer._home_of(name, on_gpu).type == "cpu"}
+    outside = {t.spec.name for t in LAYOUT.tensors if t.spec.layer is None}
+    assert {name for name in outside if ranks_outside_layers(LAYOUT, 2)[name] == 1} == waiting & outside != set()
+    setup = Setup(2, "fp32", "adamw", 1, "cpu", False, "host", True, ranks=2, sharded=True)
+    weights = 4 * sum(weights.numel() for name, weights in trainer.weights.items() if name in waiting - outside)
+    moments = 8 * sum(trainer.weights[name].numel() for name in waiting)
+    assert host_shards_bytes(CONFIG.model, setup) == weights + moments
+
+
 def test_buckets_hold_every_gradient_once_in_order() -> None:
     found = []
     for elements in (1, 2000, 10_000):
@@ -251,7 +299,8 @@ def test_a_rank_that_dies_ends_the_peer_with_one_line(two_ranks: Callable[..., L
 def test_ranks_with_a_share_each_train_what_one_does_with_other_options(
     two_ranks: Callable[..., Leader], optimizer: str, stored_on: StoredPlace
 ) -> None:
-    """Steps have two passes, and phases begin with moments of others. Muon, which orthogonalises in bf16, rounds more.
+    """Steps have two passes, in the second of which a rank may have no sample, and phases begin with moments of others. Muon,
+    which orthogonalises in bf16, rounds more.
 
     Held-out losses are of what the weights are now.
     """
@@ -276,6 +325,53 @@ def test_ranks_with_a_share_each_train_what_one_does_with_other_options(
     bound = BF16_ROUNDING * np.linalg.norm(found[0]) if optimizer == "muon" else ROUNDING * math.sqrt(found[0].size)
     assert np.linalg.norm(found[1] - found[0]) < bound
     assert losses[1] == pytest.approx(losses[0], rel=1e-6)
+
+
+class Unreadable(Text):
+    """The third batch cannot be read."""
+
+    def read(self, interval: Interval) -> np.ndarray:
+        if interval.start >= 2 * CONFIG.training.batch_size:
+            raise UserError("text: cannot be read")
+        return super().read(interval)
+
+
+@pytest.mark.network
+def test_a_phase_that_ends_with_an_error_leaves_weights_and_moments_with_rank_0(two_ranks: Callable[..., Leader]) -> None:
+    """As an audit that fails: the peer goes on, with layers that were at other ranks."""
+    found = []
+    for ranks in (ALONE, two_ranks(options=SHARDS)):
+        options = SHARDS if ranks.count > 1 else TrainingOptions()
+        trainer = TorchTrainer(CONFIG, BASE, (0, 3), Unreadable(0), Text(1), "cpu", options, ranks)
+        with pytest.raises(UserError, match=r"^text: cannot be read$"):
+            train(trainer, 0)
+        weights = np.concatenate([*local_weights(trainer).values()])
+        found.append((weights, trainer.validation_loss(), sorted(trainer.optimizer_state())))
+    np.testing.assert_allclose(found[1][0], found[0][0], rtol=0, atol=ROUNDING)
+    assert found[1][1] == pytest.approx(found[0][1], rel=1e-6)
+    assert found[1][2] == found[0][2]
+
+
+@pytest.mark.network
+@pytest.mark.parametrize("options", [HALF, SHARDS], ids=["replicas", "shards"])
+def test_a_step_that_fails_at_rank_0_ends_the_peer_with_one_line(
+    two_ranks: Callable[..., Leader], options: TrainingOptions
+) -> None:
+    """The other rank waits for it within the step, so no later step can begin."""
+    leader = two_ranks(options=options)
+    trainer = trainer_of(leader, options=options)
+
+    def fail(*given: object) -> None:
+        raise RuntimeError("CUDA out of memory\nTried to allocate")
+
+    try:
+        trainer.model.base_model.layers[1].register_forward_pre_hook(fail)
+        with pytest.raises(Broken, match=r"^--devices: rank 0 \(cpu\) failed: CUDA out of memory; this peer stops"):
+            train(trainer, 0)
+        with pytest.raises(Broken, match=r"^--devices: rank 0 \(cpu\) failed: CUDA out of memory"):
+            train(trainer, 1)
+    finally:
+        leader.close()
 
 
 @pytest.mark.slow

@@ -26,6 +26,7 @@ head and last norm each, with gradients, and of the layers their own and a copy 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from typing import Literal
@@ -116,7 +117,7 @@ def device_bytes(model: ModelSection, sequence_length: int, setup: Setup) -> Dev
     after_passes = 8 * layout.largest_tensor if has_copies else 0
     if setup.ranks > 1:
         after_passes = max(after_passes, 4 * BUCKET_ELEMENTS)
-    layers = shape_of(model).num_hidden_layers
+    layers = sum(any(spec.expert is not None for spec in specs) for specs in _by_layer(layout).values())
     layers_there = min(SLOTS, layers) if setup.stored_on == "host" else layers
     return DeviceBytes(
         weights=4 * trained,
@@ -135,13 +136,13 @@ def _of_rank(model: ModelSection, sequence_length: int, setup: Setup, rank: int)
     What is outside the layers is on all. Gradients of another rank's layer exist until they are sent to it.
     """
     layout = sizes_of(model)
-    here, there = _layers_of(layout, setup.ranks, rank), _layers_of(layout, setup.ranks, (rank + 1) % setup.ranks)
-    copies = there[:1] if len(here) < len(_by_layer(layout)) - 1 else ()
+    here = _layers_of(layout, setup.ranks, rank)
+    copies = _largest_layer_of_others(layout, setup.ranks, rank, setup.owned, _stored_in_shares(setup))
     trained, _ = _held(layout, (None, *here, *copies), setup.owned, setup.optimizer, setup.muon)
     _, moments = _held(layout, here, setup.owned, setup.optimizer, setup.muon)
     outside = [spec for spec in _by_layer(layout)[None] if ranks_outside_layers(layout, setup.ranks)[spec.name] == rank]
     whole = device_bytes(model, sequence_length, replace(setup, sharded=False))
-    stored = stored_bytes(model, setup) * len((*here, *copies)) // (len(_by_layer(layout)) - 1) + _directions_bytes(model)
+    stored = _stored_in(layout, (*here, *copies), setup.owned, _stored_in_shares(setup)) + _directions_bytes(model)
     return replace(
         whole, weights=4 * trained, gradients=4 * trained,
         moments=moments + sum(_tensor_moments(spec, setup.optimizer, setup.muon) for spec in outside),
@@ -156,8 +157,34 @@ def host_shards_bytes(model: ModelSection, setup: Setup) -> int:
     trained, moments = _held(layout, there, setup.owned, setup.optimizer, setup.muon)
     outside = [spec for spec in _by_layer(layout)[None] if ranks_outside_layers(layout, setup.ranks)[spec.name] > 0]
     moments += sum(_tensor_moments(spec, setup.optimizer, setup.muon) for spec in outside)
-    stored = stored_bytes(model, setup) * len(there) // (len(_by_layer(layout)) - 1)
-    return 4 * trained + moments + stored * (setup.stored_on == "device")
+    return 4 * trained + moments + _stored_in(layout, there, setup.owned, _stored_in_shares(setup))
+
+
+def _stored_in_shares(setup: Setup) -> StoredFormat | None:
+    """Return the format of foreign experts that ranks divide; None where each has them in main memory."""
+    return setup.stored if setup.stored_on == "device" else None
+
+
+@lru_cache(maxsize=4096)
+def _largest_layer_of_others(
+    layout: Layout, ranks: int, rank: int, owned: int, stored: StoredFormat | None
+) -> tuple[int | None, ...]:
+    """Return the layer of another rank with the most weights, gradients and stored experts, if there is any."""
+    others = [layer for layer in _by_layer(layout) if layer is not None and rank_of_layer(layer, ranks) != rank]
+    sizes = {
+        layer: 8 * _held(layout, (layer,), owned, "adamw", False)[0] + _stored_in(layout, (layer,), owned, stored)
+        for layer in others
+    }
+    return (max(others, key=lambda layer: sizes[layer]),) if others else ()
+
+
+@lru_cache(maxsize=4096)
+def _stored_in(layout: Layout, layers: tuple[int | None, ...], owned: int, stored: StoredFormat | None) -> int:
+    """Return the bytes of the foreign experts of these layers in this format."""
+    if stored is None:
+        return 0
+    specs = [spec for layer in layers for spec in _by_layer(layout)[layer] if spec.expert is not None]
+    return (layout.num_experts - owned) * _encoded_bytes(specs, stored)
 
 
 @lru_cache(maxsize=16)
@@ -221,9 +248,12 @@ def stored_bytes(model: ModelSection, setup: Setup) -> int:
 @lru_cache(maxsize=16)
 def stored_expert_bytes(layout: Layout, stored: StoredFormat) -> int:
     """Return the bytes of one foreign expert in all layers; int8 has a float32 scale per output channel."""
-    tensors = [t.spec for t in layout.tensors_of(layout.expert(0))]
-    scales = sum(SCALE_BYTES * spec.shape[0] for spec in tensors) if stored == "int8" else 0
-    return STORED_BYTES[stored] * sum(spec.size for spec in tensors) + scales
+    return _encoded_bytes([t.spec for t in layout.tensors_of(layout.expert(0))], stored)
+
+
+def _encoded_bytes(matrices: Sequence[TensorSpec], stored: StoredFormat) -> int:
+    scales = sum(SCALE_BYTES * spec.shape[0] for spec in matrices) if stored == "int8" else 0
+    return STORED_BYTES[stored] * sum(spec.size for spec in matrices) + scales
 
 
 def _directions_bytes(model: ModelSection) -> int:

@@ -9,7 +9,7 @@ import os
 import signal
 import tempfile
 import threading
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
@@ -57,7 +57,7 @@ class _Follower:
 class Leader(Ranks):
     """Rank 0 of several, in the peer's own process.
 
-    When a follower ends, the call under way or the next one raises Broken, which ends the peer.
+    When a follower ends, or a step fails here, the call under way or the next one raises Broken, which ends the peer.
     """
 
     def __init__(
@@ -68,6 +68,8 @@ class Leader(Ranks):
         super().__init__(0, len(devices))
         self._device, self._meeting, self._is_closing = devices[0], folder / "meeting", False
         self._niceness = niceness
+        self._failure: Broken | None = None
+        """The first error after which the ranks are no longer at the same step."""
         self._followers = [
             self._start(rank, device, config, options) for rank, device in enumerate(devices) if rank > 0
         ]
@@ -102,11 +104,29 @@ class Leader(Ranks):
 
     def check(self) -> None:
         """See Ranks."""
-        if not self.is_whole:
-            raise self.lost(EOFError("a rank ended"))
+        if self._failure is None and not self.is_whole:
+            self.lost(EOFError("a rank ended"))
+        if self._failure is not None:
+            raise self._failure
+
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """See Ranks."""
+        try:
+            yield
+        except Exception as error:
+            if self._failure is None:
+                reason = str(error).strip().partition("\n")[0] or type(error).__name__
+                self._failure = Broken(f"--devices: rank 0 ({self._device}) failed: {reason}; this peer stops; start it again "
+                                       "on its run-dir, without this device if it repeats")
+            raise self._failure from error
 
     def lost(self, error: Exception) -> Exception:
         """Return the error that names the rank that ended first."""
+        self._failure = self._failure or self._why_lost(error)
+        return self._failure
+
+    def _why_lost(self, error: Exception) -> Broken:
         ended = wait([process.sentinel for process in self.processes], DYING_S)
         for process in self.processes:
             if process.sentinel in ended:

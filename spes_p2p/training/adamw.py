@@ -61,13 +61,16 @@ class AdamW:
             tensors.update({key: value.detach()} if in_full else self._tensors(key, value))
         return tensors
 
-    def load_state_of(self, parameter: nn.Parameter, arrays: Arrays) -> bool:
-        """Restore `state_of`; return False and change nothing if the arrays do not match this parameter."""
+    def load_state_of(self, parameter: nn.Parameter, arrays: Arrays, device: torch.device) -> bool:
+        """Restore `state_of`; return False and change nothing if the arrays do not match this parameter.
+
+        `device`: the parameter's, or main memory for a state that only waits here.
+        """
         if "step" not in arrays:
             return False
-        state: dict[str, Tensor] = {"step": self._step_count(parameter, float(arrays["step"]))}
+        state: dict[str, Tensor] = {"step": self._step_count(device, float(arrays["step"]))}
         for key in MOMENTS:
-            moment = self._moment(parameter, key, arrays)
+            moment = self._moment(parameter, key, arrays, device)
             if moment is None:
                 return False
             state[key] = moment
@@ -83,8 +86,8 @@ class AdamW:
                 if state and parameter.grad is not None:
                     state["exp_avg_sq"].add_(_excess(parameter.grad, state, group["betas"]), alpha=-unexplained)
 
-    def _step_count(self, parameter: nn.Parameter, steps: float) -> Tensor:
-        return torch.tensor(steps, device=parameter.device)
+    def _step_count(self, device: torch.device, steps: float) -> Tensor:
+        return torch.tensor(steps, device=device)
 
     def _rate(self, rate: float) -> float | Tensor:
         return rate
@@ -95,11 +98,11 @@ class AdamW:
     def _tensors(self, key: str, value: Any) -> dict[str, Tensor]:
         return {key: value.detach()}
 
-    def _moment(self, parameter: nn.Parameter, key: str, arrays: Arrays) -> Tensor | None:
+    def _moment(self, parameter: nn.Parameter, key: str, arrays: Arrays, device: torch.device) -> Tensor | None:
         values = arrays.get(key)
         if values is None or values.shape != tuple(parameter.shape):
             return None
-        return torch.tensor(values, device=parameter.device)
+        return torch.tensor(values, device=device)
 
 
 class AdamW8bit(AdamW):
@@ -119,15 +122,16 @@ class AdamW8bit(AdamW):
         self._on_cpu = all(each.device.type == "cpu" for group in groups for each in group["params"])
 
     def step(self, rates: list[float]) -> None:
-        """Apply the gradients, and leave no second moment at 0."""
+        """Apply the gradients, and leave no second moment at 0 that they changed."""
         super().step(rates)
-        for state in self.torch_optimizer.state.values():
-            _round_zeros_up(state["exp_avg_sq"])
+        for parameter, state in self.torch_optimizer.state.items():
+            if parameter.grad is not None:
+                _round_zeros_up(state["exp_avg_sq"])
 
     def _expect_larger_batches(self) -> None:
         """Not supported by 8-bit moments: with `second_moment_peers: auto` they stay those of this peer's batch."""
 
-    def _step_count(self, parameter: nn.Parameter, steps: float) -> Tensor:
+    def _step_count(self, device: torch.device, steps: float) -> Tensor:
         return torch.tensor(steps)
 
     def _rate(self, rate: float) -> float | Tensor:
@@ -142,15 +146,15 @@ class AdamW8bit(AdamW):
             return {key + CODES: value.codes.detach(), key + SCALES: value.scale.detach()}
         return super()._tensors(key, value)
 
-    def _moment(self, parameter: nn.Parameter, key: str, arrays: Arrays) -> Tensor | None:
+    def _moment(self, parameter: nn.Parameter, key: str, arrays: Arrays, device: torch.device) -> Tensor | None:
         codes, scales = arrays.get(key + CODES), arrays.get(key + SCALES)
         if codes is None or scales is None:
-            return super()._moment(parameter, key, arrays)
+            return super()._moment(parameter, key, arrays, device)
         if codes.shape != tuple(parameter.shape) or codes.size % max(1, scales.size):
             return None
         states = importlib.import_module("torchao.optim.subclass_8bit").OptimState8bit
         moment: Any = states.zeros(
-            codes.shape, key == "exp_avg", codes.size // scales.size, parameter.device, parameter.dtype
+            codes.shape, key == "exp_avg", codes.size // scales.size, device, parameter.dtype
         )
         moment.codes.copy_(torch.from_numpy(np.array(codes)))
         moment.scale.copy_(torch.from_numpy(np.array(scales)))

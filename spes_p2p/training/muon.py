@@ -32,10 +32,10 @@ class Muon:
         momentum = self.torch_optimizer.state.get(parameter, {}).get(MOMENTUM)
         return {} if momentum is None else {MOMENTUM: momentum.detach()}
 
-    def load_state_of(self, parameter: nn.Parameter, arrays: Arrays) -> bool:
-        """Restore `state_of`; return False and change nothing if the arrays do not match this parameter."""
+    def load_state_of(self, parameter: nn.Parameter, arrays: Arrays, device: torch.device) -> bool:
+        """Restore `state_of` on this device; return False and change nothing if the arrays do not match this parameter."""
         momentum = arrays.get(MOMENTUM)
         if momentum is None or momentum.shape != tuple(parameter.shape):
             return False
-        self.torch_optimizer.state[parameter] = {MOMENTUM: torch.tensor(momentum, device=parameter.device)}
+        self.torch_optimizer.state[parameter] = {MOMENTUM: torch.tensor(momentum, device=device)}
         return True

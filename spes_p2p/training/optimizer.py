@@ -40,8 +40,11 @@ class OwnedOptimizer:
     """
 
     def __init__(
-        self, model: PreTrainedModel, layout: Layout, config: TrainingConfig, kind: OptimizerKind = "adamw"
+        self, model: PreTrainedModel, layout: Layout, config: TrainingConfig, kind: OptimizerKind = "adamw",
+        waits_on_host: Callable[[str], bool] = lambda name: False,
     ):
+        """`waits_on_host`: whether moments of weights of this name, which are never stepped here, belong in main memory."""
+        self._waits_on_host = waits_on_host
         self._layout, self._config = layout, config
         embeddings = {id(p) for p in model.get_input_embeddings().parameters()}
         head = {id(p) for p in model.get_output_embeddings().parameters()}
@@ -155,7 +158,7 @@ class OwnedOptimizer:
         for kind, group in self._groups():
             for name, parameter in zip(group["names"], group["params"], strict=True):
                 if name in by_parameter and parameter not in kind.torch_optimizer.state:
-                    kind.load_state_of(parameter, by_parameter[name])
+                    kind.load_state_of(parameter, by_parameter[name], self._home_of(name, parameter))
 
     def load_state(self, arrays: Mapping[str, npt.NDArray[Any]]) -> None:
         """Replace the state by `tensors`. A parameter with missing or mismatched entries is fresh; its group then ramps up."""
@@ -163,13 +166,15 @@ class OwnedOptimizer:
             kind.torch_optimizer.state.clear()
         by_parameter = _by_parameter(arrays)
         for kind, group in self._groups():
-            found = [
-                (parameter, by_parameter[name])
+            fits = [
+                kind.load_state_of(parameter, by_parameter[name], self._home_of(name, parameter))
                 for name, parameter in zip(group["names"], group["params"], strict=True)
                 if name in by_parameter
             ]
-            fits = [kind.load_state_of(parameter, entries) for parameter, entries in found]
             group["age"] = int(arrays.get(f"age/{group['name']}", 0)) if all(fits) else 0
+
+    def _home_of(self, name: str, parameter: nn.Parameter) -> torch.device:
+        return torch.device("cpu") if self._waits_on_host(name) else parameter.device
 
     def _wanted(self) -> dict[str, list[str]]:
         """Return the parameter names of each group, for the current parameters."""

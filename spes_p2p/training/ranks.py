@@ -86,7 +86,12 @@ class Ranks:
         """Send a command from rank 0 to all others."""
 
     def check(self) -> None:
-        """Raise the error of `lost` if another rank is known to have ended."""
+        """Raise the error of `lost` if the ranks are known to have come apart."""
+
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """Do what all ranks do at the same time: after an error of one, none can go on."""
+        yield
 
     def sum(self, tensor: Tensor) -> Tensor:
         """Sum over the ranks, in place, and return the tensor."""
@@ -104,13 +109,14 @@ class Ranks:
         """Overwrite a contiguous tensor of one rank with that of another, from device to device. Others do nothing."""
         if source == target or self.rank not in (source, target) or tensor.numel() == 0:
             return
-        moved = tensor.detach().to(device)
+        passes_through = self.rank == target and tensor.device.type != device.type
+        moved = torch.empty(tensor.shape, dtype=tensor.dtype, device=device) if passes_through else tensor.detach().to(device)
         with self.explained():
             if self.rank == source:
                 dist.send(_as_bytes(moved), target)
             else:
                 dist.recv(_as_bytes(moved), source)
-        if self.rank == target and moved.data_ptr() != tensor.data_ptr():
+        if passes_through:
             tensor.copy_(moved)
 
     def all_of(self, what: T) -> list[T]:
@@ -148,7 +154,8 @@ class Ranks:
 
     @contextlib.contextmanager
     def explained(self) -> Iterator[None]:
-        """Raise `lost` for an error of a collective or a pipe."""
+        """Raise `lost` for an error of a collective or a pipe, and do neither where the ranks have come apart."""
+        self.check()
         try:
             yield
         except (RuntimeError, OSError, EOFError) as error:

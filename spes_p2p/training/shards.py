@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from spes_p2p.model.formats import Home
+from spes_p2p.model.layout import Layout
 from spes_p2p.model.partitioned import PartitionedExperts
 from spes_p2p.model.sharding import rank_of_layer, ranks_outside_layers
 from spes_p2p.training.flat_model import FlatModel
@@ -263,6 +264,13 @@ def home_of(ranks: Ranks, layer: int | None) -> Home:
     if layer is None or rank_of_layer(layer, ranks.count) == ranks.rank:
         return "device"
     return "host" if ranks.rank == 0 else "absent"
+
+
+def waits_on_host(ranks: Ranks, layout: Layout, name: str) -> bool:
+    """Return whether moments of these weights wait in main memory of rank 0 for a phase, in which another rank has them."""
+    layer = layout.by_name[name].spec.layer
+    holder = ranks_outside_layers(layout, ranks.count)[name] if layer is None else rank_of_layer(layer, ranks.count)
+    return holder != ranks.rank
 
 
 def _of(moment: str) -> str:

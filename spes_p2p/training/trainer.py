@@ -35,7 +35,7 @@ from spes_p2p.training.optimizer import OwnedOptimizer, numpy_dtype
 from spes_p2p.training.options import TrainingOptions
 from spes_p2p.training.ranks import ALONE, Begin, Command, End, Ranks, Step
 from spes_p2p.training.rates import learning_rate
-from spes_p2p.training.shards import Replicas, Shards, home_of
+from spes_p2p.training.shards import Replicas, Shards, home_of, waits_on_host
 from spes_p2p.training.totals import Totals
 
 logger = logging.getLogger(__name__)
@@ -75,11 +75,14 @@ class TorchTrainer(FlatModel):
         self._eos_token_id = eos_token_id if is_masked else None
         self._config, self._samples, self._validation, self._ranks = config, samples, validation, ranks
         bound_memory(torch.device(device), options.memory_bytes)
-        is_divided = options.sharded and ranks.count > 1
+        self._is_divided = is_divided = options.sharded and ranks.count > 1
         super().__init__(
             config.model, base, owned, device, options, partial(home_of, ranks) if is_divided else lambda layer: "device"
         )
-        self._optimizer = OwnedOptimizer(self.model, self.layout, config.training, options.optimizer)
+        self._optimizer = OwnedOptimizer(
+            self.model, self.layout, config.training, options.optimizer,
+            partial(waits_on_host, ranks, self.layout) if is_divided else lambda name: False,
+        )
         self._held: Replicas = Replicas(self, self._optimizer, ranks)
         if is_divided:
             self._held = Shards(self, self._optimizer, ranks, divides_stored=options.stored_on == "device")
@@ -113,7 +116,8 @@ class TorchTrainer(FlatModel):
     def train(self, phase: Phase, should_stop: Callable[[], bool], on_step: Callable[[int, float], None]) -> PhaseReport:
         """Run the phase's steps, or fewer if `should_stop` returns True or the slices run out of complete batches.
 
-        Raises Diverged after MAX_CONSECUTIVE_SKIPS non-finite steps, counted across phases, UserError if another rank ends.
+        Raises Diverged after MAX_CONSECUTIVE_SKIPS non-finite steps, counted across phases, UserError if a rank ends or fails,
+        and what reading samples raises. Then this rank has all weights and moments again, unless a rank ended or failed.
         """
         self._tune()
         started = time.perf_counter()
@@ -136,16 +140,15 @@ class TorchTrainer(FlatModel):
                 campaign_step = phase.first_step + phase.campaign_steps * (phase.done + done) / phase.steps
                 step = Step(next(batches), learning_rate(campaign_step, schedule))
                 self._ranks.tell(step)
-                with selected(self.device):
+                with selected(self.device), self._ranks.together():
                     self._step(step, totals)
                 done += 1
                 self._abort_if_diverged()
                 on_step(done, totals.tokens / (time.perf_counter() - started))
         finally:
             batches.close()
-        self._ranks.check()
-        with selected(self.device):
-            self._end_on_all_ranks()
+            with selected(self.device):
+                self._end_on_all_ranks()
         _, untrained = split_samples(phase.slices, done * self._config.training.batch_size)
         return self._report(totals, done, time.perf_counter() - started, untrained)
 
@@ -272,7 +275,10 @@ class TorchTrainer(FlatModel):
     def _pass(self, chunk: Tensor, share: float, step: Totals, documents: Documents | None) -> None:
         """Add the gradients of these samples, which are the part `share` of the step's, and their losses."""
         if len(chunk) == 0:  # the other ranks have the rest of the batch
+            nothing = self._of_no_sample() if self._is_divided else None
             step.assignments += self._ranks.sum(torch.zeros_like(step.assignments))
+            if nothing is not None:
+                self._held.backward(nothing)
             return
         with autocast(self.device):
             losses = forward_losses(
@@ -280,6 +286,13 @@ class TorchTrainer(FlatModel):
             )
         self._held.backward(losses.total)
         step.add_pass(chunk.numel(), losses)
+
+    def _of_no_sample(self) -> Tensor:
+        """Return a loss whose gradients are 0, for a rank that only sends and receives layers in a pass."""
+        ids = torch.zeros(1, self._config.training.sequence_length, dtype=torch.int64, device=self.device)
+        with autocast(self.device):
+            hidden: Tensor = self.model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+        return 0 * hidden.float().sum()
 
     def _abort_if_diverged(self) -> None:
         if self._consecutive_skips >= MAX_CONSECUTIVE_SKIPS:
