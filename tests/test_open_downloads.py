@@ -231,9 +231,9 @@ def test_downloads_of_bases_get_a_part_of_the_line_during_an_exchange(rule: str,
 def test_nobody_known_waits_for_a_stranger_that_hands_on_a_record(monkeypatch: pytest.MonkeyPatch) -> None:
     honest, orders = Relay.addressed, list[tuple[Kind, str]]()
 
-    def addressed(self: Relay, kind: Kind, record: bytes, receivers: Sequence[str], plan: str) -> Any:
+    def addressed(self: Relay, kind: Kind, record: bytes, receivers: Sequence[str], *others: Any) -> Any:
         orders.append((kind, "".join(receivers)))
-        return honest(self, kind, record, receivers, plan)
+        return honest(self, kind, record, receivers, *others)
 
     monkeypatch.setattr(Relay, "addressed", addressed)
 

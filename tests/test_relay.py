@@ -112,6 +112,16 @@ def test_nobody_passes_on_to_more_than_a_few() -> None:
     assert max(parents.count(parent) for parent in set(parents)) <= FANOUT
 
 
+@pytest.mark.parametrize(("can_be_dialled", "most"), [(200, FANOUT_LARGE), (100, 3), (40, FANOUT), (10, FANOUT)])
+def test_who_can_be_dialled_hands_large_records_on_to_more_where_few_can(can_be_dialled: int, most: int) -> None:
+    members, record = members_of(300), random.Random(0).randbytes(LARGE_BYTES + 1)
+    hidden = members[can_be_dialled:]
+    told = map(relay_of(MemoryNetwork(), "C").addressed(Kind.PROPOSAL, record, members, "", hidden), members[1:])
+    parents = [unpack(Passed, message.body).parent for message in told]
+    assert max(parents.count(parent) for parent in set(parents)) == most
+    assert set(parents).isdisjoint(hidden) or most == FANOUT
+
+
 @pytest.mark.parametrize("strangers", [1, 100])
 def test_strangers_that_ask_for_records_all_the_time_take_a_tenth_of_the_line_and_members_wait_for_none(strangers: int) -> None:
     async def main() -> float:

@@ -2,15 +2,16 @@
 
 The coordinator sends a record to the first FANOUT receivers, a large one to the first receiver only. Every other one gets its
 hash and the name of its parent in the tree, fetches the record there, and falls back to the coordinator. A receiver has at most
-FANOUT children, or FANOUT_LARGE.
+FANOUT children, or FANOUT_LARGE; more of a large record, up to FANOUT, where few receivers can be dialled.
 """
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
+import math
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from spes_p2p.content.fetcher import Fetcher
 from spes_p2p.content.pieces import Body, from_hex, single
@@ -83,15 +84,20 @@ class Relay:
         self._changed.set()
         return sha256
 
-    def addressed(self, kind: Kind, record: bytes, receivers: Sequence[str], plan: str) -> Callable[[str], Message]:
+    def addressed(
+        self, kind: Kind, record: bytes, receivers: Sequence[str], plan: str, hidden: Collection[str] = ()
+    ) -> Callable[[str], Message]:
         """Keep a coordinator's record; return what it sends to each peer: the record, or its hash and holders.
 
-        `plan`: id of the proposal of which most receivers have the bytes.
+        `plan`: id of the proposal of which most receivers have the bytes. `hidden`: receivers that nobody can dial; they are
+        parents only where the others would have more than FANOUT children.
         """
         me, whole = self._endpoint.peer_id, self._compact(kind, record, plan)
         others = [peer for peer in receivers if peer != me]
         sha256, places = from_hex(self.keep(bytes(whole.body))), {peer: i for i, peer in enumerate(others)}
         copies, children = _fan_out(len(whole.body))
+        able = max(1, sum(peer not in hidden for peer in others))
+        children = max(children, min(FANOUT, math.ceil((len(others) - copies) / able)))
         parents = self._parents.setdefault(sha256.hex(), {})
 
         def message_to(peer: str) -> Message:

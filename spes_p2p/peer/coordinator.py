@@ -63,6 +63,8 @@ class Coordination:
         """What each member gets as the proposal, and as the decided commit; once there is one."""
         self._order: list[str] = []
         """The plan's members in the order in which records are handed on."""
+        self._hidden: Collection[str] = ()
+        """Those that nobody can dial."""
         self._plan: asyncio.Future[Plan | CertifiedCommit] = loop.create_future()
         self._decided: asyncio.Future[CertifiedCommit] = loop.create_future()
 
@@ -78,7 +80,7 @@ class Coordination:
             receivers = sorted(commit.members, key=lambda peer: (
                 peer not in commit.electorate, peer not in commit.trusted, not hands_on(peer), order.get(peer, 0),
             ))
-            self._decided_to = self._node.relay.addressed(Kind.DECIDED, pack(decided), receivers, commit.plan)
+            self._decided_to = self._node.relay.addressed(Kind.DECIDED, pack(decided), receivers, commit.plan, self._hidden)
             self._decided.set_result(decided)
             await self._notify_electors(decided)
         except (AttemptFailed, Refused, WireError, UserError) as error:
@@ -198,7 +200,10 @@ class Coordination:
             )
             self._node.meet_members(plan)
             self._order = self._in_order_of_trust(plan.members)
-            self._proposal_to = self._node.relay.addressed(Kind.PROPOSAL, pack(plan.proposal), self._order, self.parent.plan)
+            self._hidden = frozenset(member.peer for member in plan.members if member.bandwidth <= 0)
+            self._proposal_to = self._node.relay.addressed(
+                Kind.PROPOSAL, pack(plan.proposal), self._order, self.parent.plan, self._hidden
+            )
             self._plan.set_result(plan)
             await self._reports.wait()
             results = self._reports.results
