@@ -293,10 +293,16 @@ def test_the_options_of_join_are_those_of_the_plan() -> None:
 
 
 def test_each_means_fits_as_many_experts_as_the_one_before() -> None:
-    ladder = alternatives(load_campaign_config(ROOT / "configs" / "7b.yaml"), Device("cuda", 48 * GIB))
-    owned = [alternative.choice.setup.owned for alternative in ladder]
-    assert owned == sorted(owned)
-    assert len(owned) >= 4
+    config = load_campaign_config(ROOT / "configs" / "7b.yaml")
+    for ranks in (1, 2):
+        device = Device("cuda", 48 * GIB, ranks)
+        chosen = find_room(config, device, "x")
+        ladder = alternatives(config, device)
+        owned = [alternative.choice.setup.owned for alternative in ladder]
+        assert owned == sorted(owned)
+        assert len(owned) >= 4
+        assert plan_peer(config, device, 1e8, None, "x").step_s in [each.step_s for each in ladder if each.choice == chosen]
+        assert [each.means for each in ladder if each.choice.setup.sharded] == ["+ sharding"] * (ranks - 1)
 
 
 @pytest.mark.parametrize("peers", [1, 2, 5])

@@ -23,7 +23,7 @@ from spes_p2p.messages.samples import Interval
 from spes_p2p.model.build import initial_state, layer_number, layout_of
 from spes_p2p.model.formats import StoredPlace
 from spes_p2p.model.memory import Setup, device_bytes, host_shards_bytes, stored_bytes
-from spes_p2p.model.sharding import ranks_outside_layers
+from spes_p2p.model.sharding import rank_that_steps, ranks_of_layers, ranks_outside_layers
 from spes_p2p.session.ranks import Leader
 from spes_p2p.testing.simulate.language import SETTINGS, LanguageTrainer, Sentences
 from spes_p2p.testing.simulate.swarm import VirtualSwarm, campaign, simulate
@@ -237,7 +237,7 @@ def test_layers_that_are_not_alike_take_what_the_formula_says(family: str, ranks
             sizes.setdefault(layout.by_name[name].spec.layer, [0, 0])[0] += weights.nbytes
         for name, block in trainer.blocks.items():
             sizes[layer_number(f"{name}.")][1] += sum(each.nbytes for each in block.stored_tensors())
-        here = [layer for layer in sizes if layer is None or layer % ranks == rank]
+        here = [layer for layer in sizes if layer is None or ranks_of_layers(layout, ranks)[layer] == rank]
         largest = max((layer for layer in sizes if layer not in here), key=lambda layer: 2 * sizes[layer][0] + sizes[layer][1])
         outside = sum(t.spec.size for t in layout.tensors if ranks_outside_layers(layout, ranks).get(t.spec.name) == rank)
         weights, stored = (sum(sizes[layer][i] for layer in (*here, largest)) for i in range(2))
@@ -248,13 +248,25 @@ def test_layers_that_are_not_alike_take_what_the_formula_says(family: str, ranks
     assert (expected.weights, expected.stored, expected.moments) == (weights, stored, moments)
 
 
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_layers_of_each_kind_are_divided_equally(ranks: int) -> None:
+    """Taking turns would give all dense layers to one of two ranks, where every other layer is dense."""
+    given = {"num_hidden_layers": 12, "decoder_sparse_step": 2, "layer_types": None}
+    config_json = json.loads(small_config("qwen3_moe").to_json_string(use_diff=False)) | given
+    layout = layout_of(tiny_campaign(TransformersModel(config=config_json)).model)
+    with_experts = {t.spec.layer for t in layout.tensors if t.spec.expert is not None}
+    assert len(with_experts) == 6
+    held = [{layer for layer, holder in ranks_of_layers(layout, ranks).items() if holder == rank} for rank in range(ranks)]
+    assert {(len(layers), len(layers & with_experts)) for layers in held} == {(12 // ranks, 6 // ranks)}
+
+
 def test_moments_of_what_other_ranks_step_wait_in_main_memory() -> None:
     """As `host_shards_bytes` counts them, also of weights outside the layers, which rank 0 has on its device."""
     trainer = TorchTrainer(CONFIG, BASE, (0, 3), None, None, "cpu", SHARDS, Ranks(0, 2))
     optimizer, on_gpu = trainer._optimizer, cast(torch.nn.Parameter, SimpleNamespace(device=torch.device("cuda")))
     waiting = {name for name in trainer.weights if optimizer._home_of(name, on_gpu).type == "cpu"}
     outside = {t.spec.name for t in LAYOUT.tensors if t.spec.layer is None}
-    assert {name for name in outside if ranks_outside_layers(LAYOUT, 2)[name] == 1} == waiting & outside != set()
+    assert {name for name in outside if rank_that_steps(LAYOUT, 2, name) == 1} == waiting & outside != set()
     setup = Setup(2, "fp32", "adamw", 1, "cpu", False, "host", True, ranks=2, sharded=True)
     weights = 4 * sum(weights.numel() for name, weights in trainer.weights.items() if name in waiting - outside)
     moments = 8 * sum(trainer.weights[name].numel() for name in waiting)

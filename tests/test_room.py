@@ -23,7 +23,7 @@ from spes_p2p.campaign.free_memory import choose_devices, has_active_display, me
 from spes_p2p.campaign.host_memory import host_bytes
 from spes_p2p.campaign.plan_table import describe_setup, join_flags
 from spes_p2p.campaign.planner import plan_peer
-from spes_p2p.campaign.room import DISPLAY_BYTES, HOST_RESERVED_BYTES, Device, choices, find_room, needed_bytes
+from spes_p2p.campaign.room import DISPLAY_BYTES, HOST_RESERVED_BYTES, Device, choices, find_room, fits, needed_bytes
 from spes_p2p.campaign.speed import costs_of, step_seconds
 from spes_p2p.client.doctor import device_check
 from spes_p2p.config.campaign import Campaign, CampaignConfig, PeerConfig, load_campaign_config, make_peer_config
@@ -317,6 +317,35 @@ def test_several_devices_of_which_none_holds_the_weights_are_refused_with_the_re
     with pytest.raises(UserError, match=r"GB free in place of each of the 4;") as one:
         find_room(recipe("9b"), card(8, ranks=4), "free memory (cuda)")
     assert "\n" not in str(one.value)
+
+
+@pytest.mark.parametrize(("name", "gib", "ranks", "divide"), [
+    ("30b", 24, 8, True), ("30b", 24, 4, True), ("7b", 16, 2, True), ("9b", 16, 4, True),
+    ("7b", 24, 2, False), ("7b", 24, 4, False), ("1b", 24, 4, False),
+])
+def test_several_devices_divide_the_layers_where_that_trains_more_experts_per_second(
+    name: str, gib: float, ranks: int, divide: bool
+) -> None:
+    config, device = recipe(name), card(gib, ranks=ranks)
+    setups = [find_room(config, device, "x", asked).setup for asked in ({"sharded": False}, {"sharded": True}, {})]
+    rates = [setup.owned / step_seconds(config, setup) for setup in setups]
+    assert (rates[1] > rates[0], setups[2] == setups[1], setups[2] == setups[0]) == (divide, divide, not divide)
+
+
+@pytest.mark.parametrize(("ranks", "host_gib"), [(1, 6), (2, 16), (4, 32), (1, None)])
+def test_the_search_misses_no_setup_with_more_experts(ranks: int, host_gib: float | None) -> None:
+    """Where main memory is short, more experts may fit than fewer, of which more are foreign."""
+    host = None if host_gib is None else round(host_gib * GIB)
+    for gib in (10, 16, 24, 40):
+        config, device = recipe("7b"), card(gib, ranks=ranks, host_memory=host)
+        for sharded in (False, True)[:ranks]:
+            fitting = (
+                number for number in range(32, -1, -1)
+                if any(fits(config, device, choice) for choice in choices(config, device, number, {"sharded": sharded}))
+            )
+            most = next(fitting, None)
+            found = find_room(config, device, "x", {"sharded": sharded}).setup.owned if most is not None else None
+            assert found == most, f"{gib} GiB"
 
 
 def test_several_devices_divide_the_layers_where_no_expert_fits_otherwise() -> None:

@@ -189,6 +189,14 @@ def test_many_steps_in_a_row_that_are_not_finite_stop_the_peer_over_phases_too()
     assert "\n" not in str(stop.value)
 
 
+def test_steps_of_an_audit_do_not_count() -> None:
+    trainer = trainer_of()
+    trainer.load_base(np.where(np.arange(LAYOUT.size) == LAYOUT.group("router").start, np.float32(np.inf), BASE))
+    for _ in range(2):
+        assert train(trainer, phase_of(6)).skipped_steps == 6
+        trainer.load_optimizer_state({})
+
+
 def test_a_finite_step_ends_the_row() -> None:
     trainer = trainer_of()
     group = LAYOUT.group("router")

@@ -69,7 +69,9 @@ def render_plan(plan: PeerPlan) -> Table:
     table.add_row("a round", f"{moved}, {human_seconds(traffic.seconds)} at {speed} ({alike})")
     table.add_section()
     for alternative in plan.alternatives:
-        table.add_row(alternative.means, describe_setup(alternative.choice.setup, plan.num_experts))
+        setup = describe_setup(alternative.choice.setup, plan.num_experts)
+        is_chosen, longer = alternative.choice == plan.choice, alternative.step_s / plan.step_s
+        table.add_row(alternative.means, setup + ("" if is_chosen else f"; a step takes {longer:.2g} times as long"))
     return table
 
 

@@ -20,7 +20,7 @@ from spes_p2p.campaign.host_memory import (
     sums_bytes,
 )
 from spes_p2p.campaign.room import Choice, Device, find_room
-from spes_p2p.campaign.speed import Costs, costs_of
+from spes_p2p.campaign.speed import Costs, costs_of, step_seconds
 from spes_p2p.config.campaign import CampaignConfig, PeerConfig
 from spes_p2p.content.bases import KEPT_SNAPSHOTS
 from spes_p2p.errors import UserError
@@ -53,6 +53,8 @@ class Alternative:
 
     means: str
     choice: Choice
+    step_s: float
+    """Estimated time of a step; only ratios mean anything."""
 
 
 @dataclass(frozen=True)
@@ -138,6 +140,8 @@ class PeerPlan:
     choice: Choice
     costs: Costs
     alternatives: tuple[Alternative, ...]
+    step_s: float
+    """Estimated time of a step, as that of the alternatives."""
     host: HostBytes
     host_with_base: HostBytes
     """Host memory with `join --base ram`."""
@@ -173,6 +177,7 @@ def plan_peer(config: CampaignConfig, target: Device, bits_per_second: float, pe
         choice=choice,
         costs=costs_of(config, choice.setup),
         alternatives=alternatives(config, target),
+        step_s=step_seconds(config, choice.setup),
         host=replace(host_bytes(config, choice.setup), program=program),
         host_with_base=replace(host_bytes(config, choice.setup, base_in_memory=True), program=program),
         disk=disk_bytes(config, choice),
@@ -263,19 +268,20 @@ def _busiest(layout: Layout, members: tuple[Member, ...], me: int, codecs: Group
 
 def alternatives(config: CampaignConfig, target: Device) -> tuple[Alternative, ...]:
     """Return what fits with one more way to save memory after another, without those that change nothing."""
-    means: tuple[tuple[str, dict[str, object]], ...] = (
+    means: list[tuple[str, dict[str, object]]] = [
         ("small micro-batches", {"optimizer": "adamw", "checkpointing": False, "stored_on": "device", "sharded": False}),
         ("+ 8-bit AdamW", {"checkpointing": False, "stored_on": "device", "sharded": False}),
         ("+ checkpointing", {"stored_on": "device", "sharded": False}),
         ("+ host storage", {"sharded": False}),
-        ("+ sharding", {}),
-    )
+    ]
+    if target.ranks > 1:
+        means.append(("+ sharding", {"sharded": True}))
     found: list[Alternative] = []
     for name, asked in means:
         with contextlib.suppress(UserError):
             choice = find_room(config, target, "", asked)
             if not found or choice != found[-1].choice:
-                found.append(Alternative(name, choice))
+                found.append(Alternative(name, choice, step_seconds(config, choice.setup)))
     return tuple(found)
 
 

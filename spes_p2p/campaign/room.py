@@ -2,13 +2,14 @@
 
 One search for `plan`, `join` and `doctor`. It returns most experts, up to a limit; among setups with that many, the one with
 the least estimated time of a step (`campaign/speed.py`), times ROUNDING_PRICE for what rounds. Estimates within 1 % count as
-equal: then what moves least comes first. Several devices divide the layers only where no expert fits otherwise: that moves
-all weights twice in each pass. Memory is computed by `model/memory.py`; nothing is allocated.
+equal: then what moves least comes first. Several devices divide the layers where that trains more experts per second: it
+leaves room for more, but moves all weights twice in each pass. Memory is computed by `model/memory.py`; nothing is allocated.
 """
 
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import product
@@ -127,16 +128,27 @@ def find_room(
     `memory_name`: name of the device's memory in errors. Raises UserError, naming what would fit, if none does.
     """
     asked = asked or {}
+    divisions = (asked.get("sharded", False),) if device.ranks == 1 or "sharded" in asked else (False, True)
+    found = [_roomiest(config, device, {**asked, "sharded": sharded}, owned) for sharded in divisions]
+    if choices := [choice for choice in found if choice is not None]:
+        return max(choices, key=lambda choice: (choice.setup.owned / _seconds(config, choice), -_seconds(config, choice)))
+    raise UserError(_refusal(config, device, memory_name, asked, owned or 0))
+
+
+def _roomiest(config: CampaignConfig, device: Device, asked: Asked, owned: int | None = None) -> Choice | None:
+    """Return the fastest setup of those with most experts, or with `owned`; None if none fits."""
+    def lacks_memory(number: int) -> bool:
+        least = smallest(config, device, number, asked)
+        return needed_bytes(config, device, least) > device.memory
+
     limit = config.experts.experts_per_peer or config.model.moe_num_experts
-    numbers = range(limit, -1, -1) if owned is None else (owned,)
-    for sharded, number in sorted(product((False, True), numbers), key=lambda each: each[1] == 0):
-        fitting = [
-            choice for choice in choices(config, device, number, {"sharded": sharded, **asked})
-            if fits(config, device, choice)
-        ]
+    # Each further expert takes more of the device. It may take less main memory, where the foreign ones are stored.
+    most = bisect_left(range(limit + 1), True, key=lacks_memory) - 1 if owned is None else owned
+    for number in range(most, -1, -1) if owned is None else (owned,):
+        fitting = [choice for choice in choices(config, device, number, asked) if fits(config, device, choice)]
         if fitting:
             return _fastest(config, fitting)
-    raise UserError(_refusal(config, device, memory_name, asked, owned or 0))
+    return None
 
 
 def smallest(config: CampaignConfig, device: Device, owned: int, asked: Asked) -> Choice:
@@ -191,13 +203,16 @@ def needed_bytes(config: CampaignConfig, device: Device, choice: Choice) -> int:
 
 
 def _fastest(config: CampaignConfig, fitting: list[Choice]) -> Choice:
-    seconds = [step_seconds(config, choice.setup) * _price(choice.setup) for choice in fitting]
+    seconds = [_seconds(config, choice) for choice in fitting]
     fast_enough = (1 + EQUAL_SHARE) * min(seconds)
     return next(choice for choice, time in zip(fitting, seconds, strict=True) if time <= fast_enough)
 
 
-def _price(setup: Setup) -> float:
-    return ROUNDING_PRICE.get(setup.optimizer, 1.0) * ROUNDING_PRICE.get(setup.stored, 1.0)
+def _seconds(config: CampaignConfig, choice: Choice) -> float:
+    """Return the estimated time of a step, with the price of rounding."""
+    setup = choice.setup
+    price = ROUNDING_PRICE.get(setup.optimizer, 1.0) * ROUNDING_PRICE.get(setup.stored, 1.0)
+    return step_seconds(config, setup) * price
 
 
 def _refusal(config: CampaignConfig, device: Device, memory_name: str, asked: Asked, owned: int) -> str:
@@ -231,23 +246,15 @@ def nearest(config: CampaignConfig, device: Device, asked: Asked, owned: int) ->
     if device.host_memory is not None:
         changes.append(("the same device with more free main memory", replace(device, host_memory=None), asked))
     for words, changed, kept in changes:
-        number = _most(config, changed, kept)
-        if number >= owned:
-            return f"{words} ({counted(number, 'expert')})"
+        roomiest = _roomiest(config, changed, kept)
+        if roomiest is not None and roomiest.setup.owned >= owned:
+            return f"{words} ({counted(roomiest.setup.owned, 'expert')})"
     larger = f"a {device.kind} device with {human_bytes_up(_least_memory(config, device, asked, owned))} free"
     if device.ranks > 1:
         larger += f" in place of each of the {device.ranks}"
     if owned > 0:
         return larger
     return f"{larger}; with {human_bytes_up(_least_memory(config, device, asked, 1))} it trains an expert"
-
-
-def _most(config: CampaignConfig, device: Device, asked: Asked) -> int:
-    """Return how many experts fit; -1 if not even the shared weights do."""
-    for number in range(config.experts.experts_per_peer or config.model.moe_num_experts, -1, -1):
-        if any(fits(config, device, choice) for choice in choices(config, device, number, asked)):
-            return number
-    return -1
 
 
 def _least_memory(config: CampaignConfig, device: Device, asked: Asked, owned: int) -> int:

@@ -77,7 +77,7 @@ def join(
         help="Recompute activations: less memory, more time. Default: if experts need it.")] = None,
     sharding: Annotated[bool | None, typer.Option(
         "--sharding/--no-sharding",
-        help="Divide the layers among several devices: less memory, more time. Default: if an expert needs it.")] = None,
+        help="Divide the layers among several devices: less memory, more time. Default: if that trains more experts.")] = None,
     micro_batch_size: Annotated[int | None, typer.Option(help="Samples per forward pass. Default: as many as fit.")] = None,
     checkpoint: Annotated[Path | None, typer.Option(
         "--from", help="Folder of the checkpoint that the campaign started from: saves a download.")] = None,

@@ -379,7 +379,7 @@ class PeerConfig(Section):
         None, description="Recompute activations in the backward pass: less memory, about a third more time. Default: as auto.")
     sharding: bool | None = Field(
         None, description="Divide the layers among several devices, which send them to each other in each pass. Default: where "
-                          "no expert fits otherwise.")
+                          "that trains more experts per second.")
     micro_batch_size: Positive | None = Field(
         None, description="Samples per forward pass on this machine. Default: as auto, at most the campaign's.")
     checkpoint: Path | None = Field(

@@ -35,7 +35,7 @@ from spes_p2p.config.model import ModelSection
 from spes_p2p.model.formats import SLOTS, StoredFormat, StoredPlace
 from spes_p2p.model.layout import Layout, TensorSpec
 from spes_p2p.model.shape import shape_of
-from spes_p2p.model.sharding import rank_of_layer, ranks_outside_layers
+from spes_p2p.model.sharding import ranks_of_layers, ranks_outside_layers
 from spes_p2p.model.sizes import sizes_of
 
 DeviceKind = Literal["cuda", "cpu"]
@@ -170,7 +170,7 @@ def _largest_layer_of_others(
     layout: Layout, ranks: int, rank: int, owned: int, stored: StoredFormat | None
 ) -> tuple[int | None, ...]:
     """Return the layer of another rank with the most weights, gradients and stored experts, if there is any."""
-    others = [layer for layer in _by_layer(layout) if layer is not None and rank_of_layer(layer, ranks) != rank]
+    others = [layer for layer, holder in ranks_of_layers(layout, ranks).items() if holder != rank]
     sizes = {
         layer: 8 * _held(layout, (layer,), owned, "adamw", False)[0] + _stored_in(layout, (layer,), owned, stored)
         for layer in others
@@ -199,7 +199,7 @@ def _by_layer(layout: Layout) -> dict[int | None, list[TensorSpec]]:
 
 @lru_cache(maxsize=64)
 def _layers_of(layout: Layout, ranks: int, rank: int) -> tuple[int, ...]:
-    return tuple(layer for layer in _by_layer(layout) if layer is not None and rank_of_layer(layer, ranks) == rank)
+    return tuple(layer for layer, holder in ranks_of_layers(layout, ranks).items() if holder == rank)
 
 
 @lru_cache(maxsize=4096)

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from spes_p2p.model.formats import Home
 from spes_p2p.model.layout import Layout
 from spes_p2p.model.partitioned import PartitionedExperts
-from spes_p2p.model.sharding import rank_of_layer, ranks_outside_layers
+from spes_p2p.model.sharding import rank_that_steps, ranks_of_layers, ranks_outside_layers
 from spes_p2p.training.flat_model import FlatModel
 from spes_p2p.training.optimizer import Moments, OwnedOptimizer
 from spes_p2p.training.ranks import Ranks
@@ -151,7 +151,7 @@ class Shards(Replicas):
 
     def _divide(self, module: nn.Module, number: int) -> None:
         blocks = [each for each in module.modules() if isinstance(each, PartitionedExperts)]
-        self._layers[number] = _Layer(rank_of_layer(number, self._ranks.count), blocks)
+        self._layers[number] = _Layer(ranks_of_layers(self._model.layout, self._ranks.count)[number], blocks)
 
         def before(module: nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...]:
             self._open(number)
@@ -204,8 +204,7 @@ class Shards(Replicas):
                 parameter.grad = None
 
     def _holder(self, name: str) -> int:
-        layer = self._model.layout.by_name[name].spec.layer
-        return self._outside[name] if layer is None else self._layers[layer].holder
+        return rank_that_steps(self._model.layout, self._ranks.count, name)
 
     def _names(self, number: int) -> list[str]:
         """Return the layer's trained weights, in one order on all ranks."""
@@ -259,18 +258,11 @@ class _Then(torch.autograd.Function):
         return grad, None
 
 
-def home_of(ranks: Ranks, layer: int | None) -> Home:
+def home_of(ranks: Ranks, layout: Layout, layer: int | None) -> Home:
     """Return where a rank has a layer between its uses, or (None) what is outside the layers."""
-    if layer is None or rank_of_layer(layer, ranks.count) == ranks.rank:
+    if layer is None or ranks_of_layers(layout, ranks.count)[layer] == ranks.rank:
         return "device"
     return "host" if ranks.rank == 0 else "absent"
-
-
-def waits_on_host(ranks: Ranks, layout: Layout, name: str) -> bool:
-    """Return whether moments of these weights wait in main memory of rank 0 for a phase, in which another rank has them."""
-    layer = layout.by_name[name].spec.layer
-    holder = ranks_outside_layers(layout, ranks.count)[name] if layer is None else rank_of_layer(layer, ranks.count)
-    return holder != ranks.rank
 
 
 def _of(moment: str) -> str:

@@ -23,6 +23,7 @@ from spes_p2p.errors import Diverged, UserError
 from spes_p2p.messages.samples import Interval
 from spes_p2p.model.build import State, layout_of
 from spes_p2p.model.flops import peak_flops, training_flops_per_token
+from spes_p2p.model.sharding import rank_that_steps
 from spes_p2p.storage.tensor_file import Source
 from spes_p2p.training.batches import Reader, Samples, batches_of, split_samples
 from spes_p2p.training.compiled import TOLERANCE_BF16, forms_of, keep_what_helps, trial_of
@@ -35,7 +36,7 @@ from spes_p2p.training.optimizer import OwnedOptimizer, numpy_dtype
 from spes_p2p.training.options import TrainingOptions
 from spes_p2p.training.ranks import ALONE, Begin, Command, End, Ranks, Step
 from spes_p2p.training.rates import learning_rate
-from spes_p2p.training.shards import Replicas, Shards, home_of, waits_on_host
+from spes_p2p.training.shards import Replicas, Shards, home_of
 from spes_p2p.training.totals import Totals
 
 logger = logging.getLogger(__name__)
@@ -77,11 +78,12 @@ class TorchTrainer(FlatModel):
         bound_memory(torch.device(device), options.memory_bytes)
         self._is_divided = is_divided = options.sharded and ranks.count > 1
         super().__init__(
-            config.model, base, owned, device, options, partial(home_of, ranks) if is_divided else lambda layer: "device"
+            config.model, base, owned, device, options,
+            partial(home_of, ranks, layout_of(config.model)) if is_divided else lambda layer: "device",
         )
         self._optimizer = OwnedOptimizer(
             self.model, self.layout, config.training, options.optimizer,
-            partial(waits_on_host, ranks, self.layout) if is_divided else lambda name: False,
+            lambda name: is_divided and rank_that_steps(self.layout, ranks.count, name) != ranks.rank,
         )
         self._held: Replicas = Replicas(self, self._optimizer, ranks)
         if is_divided:
@@ -116,7 +118,7 @@ class TorchTrainer(FlatModel):
     def train(self, phase: Phase, should_stop: Callable[[], bool], on_step: Callable[[int, float], None]) -> PhaseReport:
         """Run the phase's steps, or fewer if `should_stop` returns True or the slices run out of complete batches.
 
-        Raises Diverged after MAX_CONSECUTIVE_SKIPS non-finite steps, counted across phases, UserError if a rank ends or fails,
+        Raises Diverged after MAX_CONSECUTIVE_SKIPS non-finite steps, counted across phases; UserError if a rank ends or fails,
         and what reading samples raises. Then this rank has all weights and moments again, unless a rank ended or failed.
         """
         self._tune()
@@ -217,8 +219,9 @@ class TorchTrainer(FlatModel):
         return {name: _source(tensor) for name, tensor in self._optimizer.tensors(in_full).items()}
 
     def load_optimizer_state(self, state: Mapping[str, npt.NDArray[Any]]) -> None:
-        """See Trainer."""
+        """See Trainer. Steps that were not finite before count no longer: they may have been another's, in an audit."""
         self._optimizer.load_state(state)
+        self._consecutive_skips = 0
 
     def _tune(self) -> None:
         """Before the first step on a GPU, take the forms of the layers outside the experts that help (`compiled.py`)."""
