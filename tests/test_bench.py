@@ -48,7 +48,7 @@ def test_no_peer_of_an_exchange_sends_or_receives_over_a_twentieth_more_than_it_
     fanout = tool("fanout_benchmark")
     monkeypatch.setattr(fanout.cells, "FLAT_MEMBERS", fanout.EITHER[reducers])
     fanout.table_of.cache_clear()
-    measured = fanout.measure("equal lines and experts", peers, reducers)
+    measured = fanout.measure("equal lines and experts", peers, reducers, megabytes=2)
     assert 1.0 < measured.sent_over < 1.05
     assert 1.0 < measured.received_over < 1.05
 

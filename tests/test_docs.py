@@ -79,6 +79,12 @@ def test_links_lead_somewhere(page: Path) -> None:
     assert [target for target in LINK.findall(page.read_text()) if not (page.parent / target).exists()] == []
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_rows_of_tables_end_on_their_line(page: Path) -> None:
+    text = FENCED.sub("", page.read_text())
+    assert [line for line in text.splitlines() if line.startswith("|") and not line.rstrip().endswith("|")] == []
+
+
 def test_the_protocol_page_is_what_the_code_says() -> None:
     tool = runpy.run_path(str(ROOT / "tools/protocol_reference"))
     assert (ROOT / "docs/protocol.md").read_text() == tool["page"](), "run: python tools/protocol_reference"

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from spes_p2p.consensus import electorate
 from spes_p2p.content.bases import Snapshots, collect_offers, download
 from spes_p2p.content.fetcher import FIRST_ASKED, MAX_CONCURRENT_DONORS, WIDENING, Fetcher
 from spes_p2p.content.transfer import ContentServer
@@ -257,7 +258,13 @@ def test_a_peer_that_is_no_member_does_not_tell_all_members_that_it_is_back() ->
     simulate(main)
 
 
-def test_a_trainer_that_leaves_tells_the_coordinators_and_its_checker_and_an_elector_all_members() -> None:
+@pytest.mark.parametrize("is_large", [False, True])
+def test_a_trainer_that_leaves_tells_the_coordinators_and_its_checker_and_an_elector_all_members(
+    monkeypatch: pytest.MonkeyPatch, is_large: bool
+) -> None:
+    """But none of hundreds, each of which would be another connection of a router at home."""
+    monkeypatch.setattr(electorate, "HOME_CONNECTIONS", 12 if is_large else 13)
+
     async def main() -> None:
         told: dict[str, set[str]] = {}
         swarm, names = VirtualSwarm(campaign(total_steps=20000)), "ABCDEFGHIJKL"
@@ -276,9 +283,13 @@ def test_a_trainer_that_leaves_tells_the_coordinators_and_its_checker_and_an_ele
         for name in (elector, trainer):
             swarm.peers[name].leave()
         await swarm.until(lambda: all(swarm.tasks[name].done() for name in (elector, trainer)))
-        checker = checkers(last, "friends")[trainer]
-        assert told[trainer] == {*last.electorate, *last.helpers, checker}
-        assert told[elector] >= {*last.members, *last.helpers} - {elector, trainer}
+        assert len(last.members) == 13
+        checker_of, coordinators = checkers(last, "friends"), {*last.electorate, *last.helpers}
+        assert told[trainer] == {*coordinators, checker_of[trainer]}
+        if is_large:
+            assert told[elector] == {*coordinators, checker_of[elector]} - {elector}
+        else:
+            assert told[elector] >= {*last.members, *last.helpers} - {elector, trainer}
 
     simulate(main)
 

@@ -663,12 +663,12 @@ def test_a_helper_that_comes_first_and_lacks_the_base_leaves_the_round_to_traine
         log = swarm.nodes["W"].log
         assert {log.at(number).ballot.coordinator for number in range(1, 4)} == {"W"}
         monkeypatch.setattr(swarm.helper.coordinators, "_holds_last_base", lambda: False)
-        await swarm.until_round(8)
+        await swarm.until(lambda: log.round >= 8)
         by = [log.at(number).ballot.coordinator for number in range(5, 9)]
         assert "W" not in by
         monkeypatch.undo()
         monkeypatch.setattr(electorate, "HOME_CONNECTIONS", 2)
-        await swarm.until_round(11)
+        await swarm.until(lambda: log.round >= 11)
         assert log.at(11).ballot.coordinator == "W"
         swarm.assert_replicas_agree()
 

@@ -1,6 +1,6 @@
 """Measure an exchange of many peers: owners that serve their experts, reducers planned by bandwidth, and cells.
 
-./tools/bench fanout [--peers 16 32] [--cases equal ...] [--reducers "in cells"] [--json FILE]
+./tools/bench fanout [--peers 16 32] [--cases equal ...] [--reducers "in cells"] [--megabytes 2] [--json FILE]
 
 The exchange is real, on an in-memory network in virtual time, so the seconds are those of the transfers. "Sent" and "received
 over" are the most that one peer sends and receives relative to what the plan has it send and receive. "Neighbours" are the most
@@ -43,11 +43,12 @@ from spes_p2p.testing.simulated_identity import SimulatedIdentity
 from spes_p2p.testing.virtual_loop import run_virtual
 
 CODECS = group_codecs(CodecConfig.model_validate("int8"))
-SHARED, EXPERTS = 200_000, 1_800_000
-"""Number of values: nine tenths of the state are experts, as in configs/9b.yaml."""
-PART_BYTES = 4096
-LINE_BYTES_PER_S = 100_000.0
-"""Full bandwidth: it carries the encoded state, 2 MB, in about 20 s, as 100 Mbit/s do with 250 MB."""
+SHARED, EXPERTS = 100_000, 900_000
+"""Number of values in each megabyte of the state: nine tenths are experts, as in configs/9b.yaml."""
+PART_BYTES = 2048
+"""Size of a part in each megabyte."""
+LINE_BYTES_PER_S = 50_000.0
+"""Full bandwidth, for each megabyte: it carries the state in about 20 s, as 100 Mbit/s do with 250 MB."""
 PATIENCE_S = 1e6
 EITHER = {"owners": 2**20, "by line": 2**20, "in cells": 2}
 """By what is compared: the most members of a round without cells."""
@@ -88,6 +89,7 @@ class Measured:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peers", type=int, nargs="+", default=[16, 32], help="how many take part (default 16 32)")
+    parser.add_argument("--megabytes", type=int, default=2, help="encoded state (default 2); parts and lines grow with it")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there too")
     parser.add_argument("--cases", nargs="+", default=list(CASES), metavar="CASE", help="the first words of some cases")
     parser.add_argument("--reducers", nargs="+", choices=EITHER, default=list(EITHER), help="default: all")
@@ -103,7 +105,7 @@ def main() -> None:
             for reducers in arguments.reducers:
                 with patch.object(cells, "FLAT_MEMBERS", EITHER[reducers]):
                     table_of.cache_clear()
-                    m = measure(case, peers, reducers)
+                    m = measure(case, peers, reducers, arguments.megabytes)
                 measured.append(m)
                 print(f"{m.case:33}{m.peers:4} {m.reducers:10}{m.seconds:8.1f}{m.most_sent_bytes / 1e6:8.2f} MB"
                       f"{m.sent_bytes / 1e6:8.1f} MB{m.sent_over:11.3f}{m.received_over:10.3f}{m.neighbours:11}"
@@ -112,28 +114,28 @@ def main() -> None:
         arguments.json.write_text(json.dumps([asdict(m) for m in measured], indent=2) + "\n")
 
 
-def measure(case: str, peers: int, reducers: str) -> Measured:
+def measure(case: str, peers: int, reducers: str, megabytes: int) -> Measured:
     """Measure one exchange with reducers as planned, or with "owners" that serve their experts."""
     uploads, owned = CASES[case](peers)
     owners = [peer for peer, count in enumerate(owned) for _ in range(count)]
-    size = EXPERTS // len(owners)
+    size, full = megabytes * EXPERTS // len(owners), megabytes * LINE_BYTES_PER_S
     experts = [TensorSpec(f"experts.{e}.gate_up_proj", (size,), "expert", 0, e) for e in range(len(owners))]
-    layout = Layout([TensorSpec("embed", (SHARED,), "shared"), *experts])
+    layout = Layout([TensorSpec("embed", (megabytes * SHARED,), "shared"), *experts])
     members = tuple(
         Member(
-            f"{i:03d}", 1, tuple(int(i == owner) for owner in owners), LINE_BYTES_PER_S * upload,
+            f"{i:03d}", 1, tuple(int(i == owner) for owner in owners), full * upload,
             standing="vouched" if i < VOUCHED.get(case, peers) else "proven",
         )
         for i, upload in enumerate(uploads)
     )
     proposal = Proposal(1, "", Ballot(1, members[0].peer), ())
     plan = Plan(proposal, "c", 0, "", members, peers, 0.0, 1, None, (), Cursor())
-    parts = part_table(layout, members, CODECS, PART_BYTES)
+    parts = part_table(layout, members, CODECS, megabytes * PART_BYTES)
     if reducers == "owners":
         parts = tuple(replace(p, reducer=p.contributors[0]) if len(p.contributors) == 1 else p for p in parts)
     network = MemoryNetwork(latency_s=0.02)
     for m in members:
-        network.set_bandwidth(m.peer, m.bandwidth, LINE_BYTES_PER_S)
+        network.set_bandwidth(m.peer, m.bandwidth, full)
     seconds = run_virtual(_exchange(network, plan, parts, layout))
     sent, received = (
         [sum(count for pair, count in network.sent_bytes.items() if pair[end] == m.peer) for m in members] for end in (0, 1)

@@ -316,6 +316,8 @@ class Pong(Extensible):
     """The round whose updates it exchanges now, while something moves; -1: none."""
     waits_for: PeerId = ""
     """The coordinator of the next round for which it waits; empty: none."""
+    known_s: Seconds = 0.0
+    """Seconds since it learned the last committed round."""
 
 
 @dataclass(frozen=True)

@@ -101,8 +101,11 @@ class CoordinatorService:
             self._node.spawn(self._stop_if_due(stream.remote, log.last))
         failed = log.round + 1 if self._leaves and not self._is_open() else self._failed_round
         exchanging = log.round + 1 if self.patience.is_exchanging() else -1
-        patience, may_vote = self.patience, self._node.decisions.may_vote
-        await stream.send(pack(Pong(log.round, failed, may_vote, patience.announced, exchanging, patience.waits_for)))
+        patience, decisions = self.patience, self._node.decisions
+        known_s = max(0.0, asyncio.get_running_loop().time() - decisions.learned_at)
+        await stream.send(pack(Pong(
+            log.round, failed, decisions.may_vote, patience.announced, exchanging, patience.waits_for, known_s,
+        )))
 
     async def _stop_if_due(self, coordinator: str, commit: Commit) -> None:
         """End the phase after a commit if its coordinator may ask for it: those before it are gone, and half of it is done.

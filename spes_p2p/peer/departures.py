@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 
+from spes_p2p.consensus import electorate
 from spes_p2p.consensus.output import Identity
 from spes_p2p.consensus.signed import sign
 from spes_p2p.errors import Refused
@@ -79,14 +80,15 @@ class Departures:
         """Tell all whom it concerns, if this peer is a member or elector: nobody takes another peer's word.
 
         These are the next round's coordinators and the peer that checks this one. An elector tells all members: else they
-        would wait for it as a coordinator.
+        would wait for it as a coordinator. Where these are more than a home router bears, helpers coordinate before it.
         """
         last, me = self._decisions.log.last, self._endpoint.peer_id
         if me not in {*last.members, *last.electorate}:
             return
         request = pack(sign(leave, self._identity))
         checker = checkers(last, self._rules.config.admission).get(me, me)
-        concerned = {*last.electorate, *last.helpers, *(last.members if me in last.electorate else (checker,))}
+        may_wait = me in last.electorate and len(last.members) <= electorate.HOME_CONNECTIONS
+        concerned = {*last.electorate, *last.helpers, *(last.members if may_wait else (checker,))}
         others = sorted(concerned - {me})
         await asyncio.gather(*(self._tell_one(peer, request) for peer in others), return_exceptions=True)
 

@@ -282,12 +282,16 @@ class Node:
             self.is_invited(self.invitation),
         )
         key, now = registry_key(self.campaign_hash), asyncio.get_running_loop().time()
-        is_due = now - self._looked_up_at >= self._read_every_s()
+        is_first = self._looked_up_at == -math.inf
+        looks_up = not only_if_due or now - self._looked_up_at >= self._read_every_s()
+        if looks_up:
+            self._looked_up_at = now
         with contextlib.suppress(PeerUnreachable):
+            if is_first:  # how many others there are decides where the contact is stored
+                await self._look_up(contact)
             await self.world.registry.put(key, pack(contact), CONTACT_TTL_S)
-            if is_due or not only_if_due:
-                self._looked_up_at = now
-                await self._look_up()
+            if looks_up and not is_first:
+                await self._look_up(contact)
         self._observer(replace(self._seen, electorate=self.log.last.electorate))
 
     def _read_every_s(self) -> float:
@@ -297,8 +301,9 @@ class Node:
             return min(known, MAX_MEMBERS) * READ_S
         return max(known / CONTACTS_READ_PER_S, min(known, READ_AGAIN_S))
 
-    async def _look_up(self) -> None:
+    async def _look_up(self, mine: Contact) -> None:
         found = await find_contacts(self.world.registry, self.world.transport, self.campaign_hash)
+        found[self.peer_id] = mine
         self._met = {*found, *(self._met if len(self._met) < MAX_MET else ())}
         taking_part = sorted(peer for peer in found if takes_part(self.log.last, peer))
         left = self.departures.left_within(CONTACT_TTL_S)  # their contacts have not expired

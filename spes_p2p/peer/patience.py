@@ -9,7 +9,8 @@ import asyncio
 import contextlib
 import logging
 import math
-from collections import Counter
+import statistics
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -32,6 +33,8 @@ FIRST_LOOK = 2
 """Multiples of `silence_s` before a member asks whether the others wait as well. Most rounds are planned by then."""
 MAX_ASKED = 16
 """Ask at most this many at a time, drawn at random: all members ask, and each of them would ask each."""
+KEPT_ANSWERS = 4
+"""Look at the last answers of this many times: of 16 drawn again and again, more than half are ready by chance at some time."""
 HALVES_SHARE = 2.0
 """A coordinator waits for twice the time of the faster half of the trainers, and half of that again for stragglers."""
 MOVING_SHARE = 0.25
@@ -110,6 +113,7 @@ class Patience:
         self._parent_round = self._node.log.round
         self._limit_s: float | None = None
         """None until a quorum is ready."""
+        self._answers = deque[Mapping[str, Pong]](maxlen=KEPT_ANSWERS)
         self._ready_at = 0.0
         """Loop time."""
         self._since: dict[str, float] = {}
@@ -267,12 +271,19 @@ class Patience:
         return self._ready(await self._ask_some()) is not None
 
     def _look(self, answers: Mapping[str, Pong]) -> None:
-        """Note when the phase is over for a quorum of its trainers."""
-        share = self._ready(answers)
+        """Note when the phase is over for a quorum of its trainers.
+
+        It began when the last commit became known: to most of those that answer, since this peer may have learned it late.
+        """
+        self._answers.append(answers)
+        known = {peer: pong for each in self._answers for peer, pong in each.items()}
+        share = self._ready(known)
         if share is None:
             return
         sync, self._ready_at = self._node.rules.config.sync, _now()
-        waited_s = self._ready_at - self._node.decisions.learned_at
+        mine_s, here = self._ready_at - self._node.decisions.learned_at, self._node.log.round
+        said_s = [pong.known_s for pong in known.values() if pong.round == here]
+        waited_s = max(mine_s, statistics.median_low([mine_s, *said_s]))
         self._limit_s = share * waited_s + ALLOWANCE * sync.silence_s + (0.0 if self._work()[0] else sync.join_grace_s)
 
     def _ready(self, answers: Mapping[str, Pong]) -> float | None:
