@@ -320,7 +320,7 @@ def test_several_devices_of_which_none_holds_the_weights_are_refused_with_the_re
 
 
 @pytest.mark.parametrize(("name", "gib", "ranks", "divide"), [
-    ("30b", 24, 8, True), ("30b", 24, 4, True), ("7b", 16, 2, True), ("9b", 16, 4, True),
+    ("30b", 24, 8, True), ("30b", 24, 4, True), ("30b", 32, 2, True), ("7b", 16, 2, True), ("9b", 16, 4, True),
     ("7b", 24, 2, False), ("7b", 24, 4, False), ("1b", 24, 4, False),
 ])
 def test_several_devices_divide_the_layers_where_that_trains_more_experts_per_second(
@@ -330,6 +330,23 @@ def test_several_devices_divide_the_layers_where_that_trains_more_experts_per_se
     setups = [find_room(config, device, "x", asked).setup for asked in ({"sharded": False}, {"sharded": True}, {})]
     rates = [setup.owned / step_seconds(config, setup) for setup in setups]
     assert (rates[1] > rates[0], setups[2] == setups[1], setups[2] == setups[0]) == (divide, divide, not divide)
+
+
+def test_one_expert_more_is_not_worth_twice_the_passes_over_divided_layers() -> None:
+    config, device = recipe("30b"), card(32, ranks=2)
+    chosen = find_room(config, device, "x", {"sharded": True}).setup
+    roomiest = find_room(config, device, "x", {"sharded": True, "micro_batch": 1}).setup
+    assert roomiest.owned == chosen.owned + 1
+    assert 1.9 * step_seconds(config, chosen) < step_seconds(config, roomiest)
+
+
+def test_devices_do_not_divide_the_layers_without_checkpointing() -> None:
+    config, devices = recipe("7b"), card(24, ranks=2)
+    setup = resources_on(devices, settings(devices="all", activation_checkpointing=False), config).choice.setup
+    assert (setup.sharded, setup.checkpointing) == (False, False)
+    assert setup.owned > 0
+    with pytest.raises(UserError, match="nearest that fits"):
+        find_room(config, card(4, ranks=2), "x", {"checkpointing": False})
 
 
 @pytest.mark.parametrize(("ranks", "host_gib"), [(1, 6), (2, 16), (4, 32), (1, None)])

@@ -3,7 +3,8 @@
 One search for `plan`, `join` and `doctor`. It returns most experts, up to a limit; among setups with that many, the one with
 the least estimated time of a step (`campaign/speed.py`), times ROUNDING_PRICE for what rounds. Estimates within 1 % count as
 equal: then what moves least comes first. Several devices divide the layers where that trains more experts per second: it
-leaves room for more, but moves all weights twice in each pass. Memory is computed by `model/memory.py`; nothing is allocated.
+leaves room for more, but moves all weights twice in each pass. So experts per second also decide the micro-batch there: one
+expert more is not worth twice the passes. Memory is computed by `model/memory.py`; nothing is allocated.
 """
 
 from __future__ import annotations
@@ -128,11 +129,20 @@ def find_room(
     `memory_name`: name of the device's memory in errors. Raises UserError, naming what would fit, if none does.
     """
     asked = asked or {}
-    divisions = (asked.get("sharded", False),) if device.ranks == 1 or "sharded" in asked else (False, True)
-    found = [_roomiest(config, device, {**asked, "sharded": sharded}, owned) for sharded in divisions]
+    found = [_roomiest(config, device, each, owned) for each in _compared(config, device, asked)]
     if choices := [choice for choice in found if choice is not None]:
         return max(choices, key=lambda choice: (choice.setup.owned / _seconds(config, choice), -_seconds(config, choice)))
     raise UserError(_refusal(config, device, memory_name, asked, owned or 0))
+
+
+def _compared(config: CampaignConfig, device: Device, asked: Asked) -> Iterator[Asked]:
+    """Yield what is compared by experts per second: undivided layers, and divided ones with each micro-batch size."""
+    can_divide = device.ranks > 1 and asked.get("checkpointing") is not False  # divided layers are recomputed
+    for sharded in (asked["sharded"],) if "sharded" in asked else (False, True) if can_divide else (False,):
+        if not sharded or "micro_batch" in asked:
+            yield {**asked, "sharded": sharded}
+        else:
+            yield from ({**asked, "sharded": True, "micro_batch": size} for size in _micro_batches(config, device))
 
 
 def _roomiest(config: CampaignConfig, device: Device, asked: Asked, owned: int | None = None) -> Choice | None:
@@ -163,15 +173,13 @@ def choices(config: CampaignConfig, device: Device, owned: int, asked: Asked) ->
     step 8-bit moments: without a compiler that takes several times the largest tensor in temporary memory.
     """
     training, on_gpu = config.training, device.kind == "cuda"
-    share = training.batch_size // device.ranks
-    largest = min(share, training.micro_batch_size or share)
     can_step_8bit = on_gpu and device.has_adamw8bit and training.second_moment_peers in (1, "auto")
     options: dict[str, tuple[Any, ...]] = {
         "optimizer": ("adamw", "adamw8bit") if can_step_8bit else ("adamw",),
         "stored": ("bf16", "int8") if on_gpu else ("fp32", "bf16", "int8"),
         "stored_on": ("device", "host") if on_gpu else ("device",),
         "checkpointing": (False, True),
-        "micro_batch": tuple(size for size in range(largest, 0, -1) if share % size == 0),
+        "micro_batch": _micro_batches(config, device),
         "sharded": (False, True),
     }
     options.update({name: (value,) for name, value in asked.items()})
@@ -185,6 +193,13 @@ def choices(config: CampaignConfig, device: Device, owned: int, asked: Asked) ->
             masked=training.intra_document_masking, ranks=device.ranks, **chosen,
         )
         yield Choice(setup, device_bytes(config.model, training.sequence_length, setup))
+
+
+def _micro_batches(config: CampaignConfig, device: Device) -> tuple[int, ...]:
+    """Return the possible sizes, the largest first."""
+    share = config.training.batch_size // device.ranks
+    largest = min(share, config.training.micro_batch_size or share)
+    return tuple(size for size in range(largest, 0, -1) if share % size == 0)
 
 
 def fits(config: CampaignConfig, device: Device, choice: Choice) -> bool:
