@@ -7,6 +7,7 @@ import logging
 import math
 import random
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -401,22 +402,22 @@ def test_a_coordinator_that_proposes_and_stalls_is_given_up_when_nothing_moves(
     simulate(main)
 
 
-def patience_of(trainers: int, learned_at: float) -> Patience:
-    """Of the first of so many trainers with as many steps each, after round 0; its clock shows 0 at first."""
-    names = [f"peer-{number}" for number in range(trainers)]
+def patience_of(steps: Sequence[int], learned_at: float) -> Patience:
+    """Of the first of the trainers with these steps, after round 0; its clock shows 0 at first."""
+    names = [f"peer-{number}" for number in range(len(steps))]
     node = SimpleNamespace(
         peer_id=names[0], log=SimpleNamespace(round=0, last=SimpleNamespace(id="")),
         decisions=SimpleNamespace(learned_at=learned_at), world=SimpleNamespace(rng=random.Random(0)),
         rules=SimpleNamespace(config=swarm_of().campaign.config),
     )
-    return Patience(cast(Node, node), lambda: (dict.fromkeys(names, 4), names))
+    return Patience(cast(Node, node), lambda: (dict(zip(names, steps, strict=True)), names))
 
 
 def test_by_chance_half_of_those_asked_are_ready_and_the_phase_is_not_over() -> None:
     """A third of the trainers are ready. Of 16 that are asked, drawn anew 200 times, more than half are, a few times."""
 
     async def main() -> None:
-        rng, patience = random.Random(0), patience_of(240, 0.0)
+        rng, patience = random.Random(0), patience_of([4] * 240, 0.0)
         pongs = {f"peer-{number}": Pong(0, -1, True, announced=int(number % 3 == 0)) for number in range(240)}
         looks = [{name: pongs[name] for name in rng.sample(sorted(pongs), MAX_ASKED)} for _ in range(200)]
         assert any(patience._ready(answers) is not None for answers in looks)
@@ -430,13 +431,16 @@ def test_by_chance_half_of_those_asked_are_ready_and_the_phase_is_not_over() -> 
     simulate(main)
 
 
-@pytest.mark.parametrize("said_s", [(100.0, 100.0, 100.0), (100.0, 95.0, 1e9), (100.0, 1e9, 1e9)])
-def test_who_learns_a_commit_late_waits_as_long_as_the_others(said_s: tuple[float, ...]) -> None:
-    """It learned it 90 s after them. Liars, up to half of all, change nothing."""
+@pytest.mark.parametrize(("steps", "said_s"), [
+    ((4, 4, 4, 4), (100.0, 100.0, 100.0)), ((4, 4, 4, 4), (100.0, 95.0, 1e9)), ((4, 4, 4, 4), (100.0, 1e9, 1e9)),
+    ((8, 8, 2, 2, 2), (100.0, 1e9, 1e9, 1e9)), ((1, 1, 1, 8, 8), (100.0, 100.0, 1e9, 1e9)),
+])
+def test_who_learns_a_commit_late_waits_as_long_as_the_others(steps: tuple[int, ...], said_s: tuple[float, ...]) -> None:
+    """It learned it 90 s after them. Liars change nothing unless they have half of all, by steps and by number."""
 
     async def main() -> None:
         await asyncio.sleep(100.0)
-        patience = patience_of(4, learned_at=90.0)
+        patience = patience_of(steps, learned_at=90.0)
         patience.announced = 1
         patience._look({f"peer-{i}": Pong(0, -1, True, announced=1, known_s=each) for i, each in enumerate(said_s, 1)})
         assert patience._limit_s == pytest.approx(50.0 + ALLOWANCE * SILENCE_S, rel=0.1)

@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import logging
 import math
-import statistics
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -273,7 +272,8 @@ class Patience:
     def _look(self, answers: Mapping[str, Pong]) -> None:
         """Note when the phase is over for a quorum of its trainers.
 
-        It began when the last commit became known: to most of those that answer, since this peer may have learned it late.
+        It began when the last commit became known to half of those that answer: this peer may have learned it late. Half by
+        steps and by number: who has half of both can also keep a quorum from being ready.
         """
         self._answers.append(answers)
         known = {peer: pong for each in self._answers for peer, pong in each.items()}
@@ -282,8 +282,8 @@ class Patience:
             return
         sync, self._ready_at = self._node.rules.config.sync, _now()
         mine_s, here = self._ready_at - self._node.decisions.learned_at, self._node.log.round
-        said_s = [pong.known_s for pong in known.values() if pong.round == here]
-        waited_s = max(mine_s, statistics.median_low([mine_s, *said_s]))
+        said_s = {self._node.peer_id: mine_s, **{peer: pong.known_s for peer, pong in known.items() if pong.round == here}}
+        waited_s = max(mine_s, min(_median_low(said_s, weights) for weights in (dict.fromkeys(said_s, 1), self._work()[0])))
         self._limit_s = share * waited_s + ALLOWANCE * sync.silence_s + (0.0 if self._work()[0] else sync.join_grace_s)
 
     def _ready(self, answers: Mapping[str, Pong]) -> float | None:
@@ -356,6 +356,16 @@ class Patience:
 def no_exchange() -> bool:
     """Say that nothing is exchanged."""
     return False
+
+
+def _median_low(values: Mapping[str, float], weights: Mapping[str, int]) -> float:
+    """Return the least value that at least half of these peers, by weight, do not exceed; without a weight a peer has none."""
+    passed, total = 0, sum(weights.get(peer, 0) for peer in values)
+    for peer in sorted(values, key=values.__getitem__):
+        passed += weights.get(peer, 0)
+        if 2 * passed >= total:
+            break
+    return values[peer]
 
 
 def _now() -> float:
