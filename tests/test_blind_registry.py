@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import uvloop
 from hivemind.dht import DHTNode
 
+from spes_p2p.errors import PeerUnreachable
 from spes_p2p.net import dht
-from spes_p2p.net.contacts import MANY_CONTACTS, SHOWN_CONTACTS, SHOWN_S, is_shown
+from spes_p2p.net.contacts import MANY_CONTACTS, SHOWN_CONTACTS, SHOWN_S, is_shown, registry_key
 from spes_p2p.net.libp2p import Libp2p, start_libp2p
+from spes_p2p.peer.node import CONTACT_EVERY_S
 from spes_p2p.testing.memory_registry import MemoryRegistry
 from spes_p2p.testing.simulate.swarm import VirtualSwarm, campaign, simulate
 
@@ -84,6 +86,24 @@ def test_a_peer_asks_the_one_that_it_joined_by(blinded: list[bool]) -> None:
         assert node.sources() == ["W"]
 
     simulate(main)
+
+
+def test_a_peer_that_cannot_look_up_the_others_at_its_start_stores_its_contact(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        swarm = VirtualSwarm(campaign(10**6))
+        swarm.start_all("ABC")
+        await swarm.until_round(1)
+        monkeypatch.setattr(MemoryRegistry, "get", answers_nobody)
+        swarm.start("J")
+        node = swarm.nodes["J"]
+        records = cast(MemoryRegistry, node.world.registry)._records.by_key[registry_key(node.campaign_hash)]
+        await swarm.until(lambda: "J" in records, CONTACT_EVERY_S / 2)
+
+    simulate(main)
+
+
+async def answers_nobody(*_: Any, **__: Any) -> dict[str, bytes]:
+    raise PeerUnreachable("no answer")
 
 
 async def finds_nobody(*_: Any, **__: Any) -> None:

@@ -286,9 +286,10 @@ class Node:
         looks_up = not only_if_due or now - self._looked_up_at >= self._read_every_s()
         if looks_up:
             self._looked_up_at = now
-        with contextlib.suppress(PeerUnreachable):
-            if is_first:  # how many others there are decides where the contact is stored
+        if is_first:  # how many others there are decides where the contact is stored
+            with contextlib.suppress(PeerUnreachable):
                 await self._look_up(contact)
+        with contextlib.suppress(PeerUnreachable):
             await self.world.registry.put(key, pack(contact), CONTACT_TTL_S)
             if looks_up and not is_first:
                 await self._look_up(contact)
