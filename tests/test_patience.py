@@ -413,7 +413,7 @@ def patience_of(steps: Sequence[int], learned_at: float) -> Patience:
     return Patience(cast(Node, node), lambda: (dict(zip(names, steps, strict=True)), names))
 
 
-def test_by_chance_half_of_those_asked_are_ready_and_the_phase_is_not_over() -> None:
+def test_by_chance_half_of_those_asked_are_ready_and_the_phase_is_not_over(monkeypatch: pytest.MonkeyPatch) -> None:
     """A third of the trainers are ready. Of 16 that are asked, drawn anew 200 times, more than half are, a few times."""
 
     async def main() -> None:
@@ -424,6 +424,13 @@ def test_by_chance_half_of_those_asked_are_ready_and_the_phase_is_not_over() -> 
         for answers in looks:
             patience._look(answers)
         assert patience._limit_s is None
+        asked = iter(looks)
+
+        async def ask_some() -> dict[str, Pong]:
+            return next(asked)
+
+        monkeypatch.setattr(patience, "_ask_some", ask_some)
+        assert not any([await patience.is_quorum_ready() for _ in looks]), "a coordinator may ask for the end of a phase"
         for answers in looks:
             patience._look({name: replace(pong, announced=1) for name, pong in answers.items()})
         assert patience._limit_s is not None

@@ -291,7 +291,7 @@ class Node:
                 await self._look_up(contact)
         with contextlib.suppress(PeerUnreachable):
             await self.world.registry.put(key, pack(contact), CONTACT_TTL_S)
-            if looks_up and not is_first:
+            if looks_up and (not is_first or len(self.contacts) <= FEW):  # few that start at once see each other
                 await self._look_up(contact)
         self._observer(replace(self._seen, electorate=self.log.last.electorate))
 

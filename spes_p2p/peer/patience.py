@@ -267,7 +267,7 @@ class Patience:
 
     async def is_quorum_ready(self) -> bool:
         """Return whether half of the phase's trainers, by steps or by number, say that it is over for them."""
-        return self._ready(await self._ask_some()) is not None
+        return self._ready(self._with_earlier(await self._ask_some())) is not None
 
     def _look(self, answers: Mapping[str, Pong]) -> None:
         """Note when the phase is over for a quorum of its trainers.
@@ -275,8 +275,7 @@ class Patience:
         It began when the last commit became known to half of those that answer: this peer may have learned it late. Half by
         steps and by number: who has half of both can also keep a quorum from being ready.
         """
-        self._answers.append(answers)
-        known = {peer: pong for each in self._answers for peer, pong in each.items()}
+        known = self._with_earlier(answers)
         share = self._ready(known)
         if share is None:
             return
@@ -285,6 +284,13 @@ class Patience:
         said_s = {self._node.peer_id: mine_s, **{peer: pong.known_s for peer, pong in known.items() if pong.round == here}}
         waited_s = max(mine_s, min(_median_low(said_s, weights) for weights in (dict.fromkeys(said_s, 1), self._work()[0])))
         self._limit_s = share * waited_s + ALLOWANCE * sync.silence_s + (0.0 if self._work()[0] else sync.join_grace_s)
+
+    def _with_earlier(self, answers: Mapping[str, Pong]) -> dict[str, Pong]:
+        """Return these answers and those of the last looks in this round."""
+        self._answers.append(answers)
+        here = self._node.log.round
+        earlier = {peer: pong for each in self._answers for peer, pong in each.items() if pong.round == here}
+        return earlier | dict(answers)
 
     def _ready(self, answers: Mapping[str, Pong]) -> float | None:
         """Return the share of the time so far that a coordinator may wait for stragglers; None until a quorum is ready."""
