@@ -174,6 +174,23 @@ def test_among_many_peers_the_registry_connects_few_with_all(monkeypatch: pytest
     assert simulate(main)[-1] < 12
 
 
+def test_who_starts_among_many_does_not_store_its_contact_where_all_others_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Within the time for which a connection with those that hold contacts stays open."""
+    monkeypatch.setattr(contacts, "MANY_CONTACTS", 6)
+    monkeypatch.setattr(contacts, "SHOWN_CONTACTS", 1)
+
+    async def main() -> int:
+        swarm = VirtualSwarm(campaign(10**6, sync={"min_peers": 24}))
+        swarm.start_bootstrap()
+        for number in range(24):
+            swarm.start(f"P{number}")
+            await asyncio.sleep(1.0)
+        assert len(swarm.network.stored_at["W"]) == 24, "the owner's"
+        return max(len(each) for peer, each in swarm.network.stored_at.items() if peer != "W")
+
+    assert simulate(main) < 16
+
+
 @pytest.mark.parametrize(("planned", "expected"), [("nobody else", range(2)), ("a newcomer", range(3, 6))])
 @pytest.mark.long
 def test_contacts_are_read_the_more_rarely_the_more_there_are_and_by_members_that_met_all_hardly_ever(
