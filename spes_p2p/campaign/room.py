@@ -129,10 +129,20 @@ def find_room(
     `memory_name`: name of the device's memory in errors. Raises UserError, naming what would fit, if none does.
     """
     asked = asked or {}
+    if (best := _best(config, device, asked, owned)) is None:
+        raise UserError(_refusal(config, device, memory_name, asked, owned or 0))
+    return best
+
+
+def _best(config: CampaignConfig, device: Device, asked: Asked, owned: int | None = None) -> Choice | None:
+    """Return what `find_room` returns; None if nothing fits."""
     found = [_roomiest(config, device, each, owned) for each in _compared(config, device, asked)]
-    if choices := [choice for choice in found if choice is not None]:
-        return max(choices, key=lambda choice: (choice.setup.owned / _seconds(config, choice), -_seconds(config, choice)))
-    raise UserError(_refusal(config, device, memory_name, asked, owned or 0))
+
+    def rank(choice: Choice) -> tuple[float, float]:
+        seconds = _seconds(config, choice)
+        return choice.setup.owned / seconds, -seconds
+
+    return max((choice for choice in found if choice is not None), key=rank, default=None)
 
 
 def _compared(config: CampaignConfig, device: Device, asked: Asked) -> Iterator[Asked]:
@@ -261,9 +271,9 @@ def nearest(config: CampaignConfig, device: Device, asked: Asked, owned: int) ->
     if device.host_memory is not None:
         changes.append(("the same device with more free main memory", replace(device, host_memory=None), asked))
     for words, changed, kept in changes:
-        roomiest = _roomiest(config, changed, kept)
-        if roomiest is not None and roomiest.setup.owned >= owned:
-            return f"{words} ({counted(roomiest.setup.owned, 'expert')})"
+        best = _best(config, changed, kept)
+        if best is not None and best.setup.owned >= owned:
+            return f"{words} ({counted(best.setup.owned, 'expert')})"
     larger = f"a {device.kind} device with {human_bytes_up(_least_memory(config, device, asked, owned))} free"
     if device.ranks > 1:
         larger += f" in place of each of the {device.ranks}"
