@@ -148,11 +148,11 @@ def _best(config: CampaignConfig, device: Device, asked: Asked, owned: int | Non
 def _compared(config: CampaignConfig, device: Device, asked: Asked) -> Iterator[Asked]:
     """Yield what is compared by experts per second: undivided layers, and divided ones with each micro-batch size."""
     can_divide = device.ranks > 1 and asked.get("checkpointing") is not False  # divided layers are recomputed
-    for sharded in (asked["sharded"],) if "sharded" in asked else (False, True) if can_divide else (False,):
-        if not sharded or "micro_batch" in asked:
-            yield {**asked, "sharded": sharded}
-        else:
-            yield from ({**asked, "sharded": True, "micro_batch": size} for size in _micro_batches(config, device))
+    if not asked.get("sharded", False):
+        yield {**asked, "sharded": False}
+    if asked.get("sharded", can_divide):
+        for size in (asked["micro_batch"],) if "micro_batch" in asked else _micro_batches(config, device):
+            yield {**asked, "sharded": True, "micro_batch": size}
 
 
 def _roomiest(config: CampaignConfig, device: Device, asked: Asked, owned: int | None = None) -> Choice | None:
