@@ -67,8 +67,11 @@ def _short_probation(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(admission, "PROBATION_ROUNDS", 2)
 
 
-def have_cells(swarm: VirtualSwarm) -> bool:
-    return any(part.summing for results in swarm.peers["A"].replica.results.by_plan.values() for part in results.parts)
+def have_cells(swarm: VirtualSwarm, hub: str | None = None) -> bool:
+    """Return whether strangers summed among themselves in the last rounds, one of them by this hub."""
+    recent = swarm.peers["A"].replica.results.by_plan.values()
+    columns = [{results.plan.members[i].peer for i in part.summing} for results in recent for part in results.parts]
+    return any(hub in column if hub else column for column in columns)
 
 
 @pytest.mark.usefixtures("_short_probation")
@@ -238,7 +241,7 @@ def test_a_stranger_that_gives_its_work_to_itself_alone_and_shows_it_to_nobody_f
     async def main() -> None:
         swarm = audited_swarm(STRANGERS, vouched="AB")
         swarm.start_all("AB" + STRANGERS)
-        await swarm.until(lambda: have_cells(swarm))
+        await swarm.until(lambda: have_cells(swarm, hub="N"))
         hides[0] = True
         await swarm.until(lambda: not all(each.passed for each in audits(swarm, "N")))
         assert all(each.passed for name in STRANGERS[1:] for each in audits(swarm, name))
