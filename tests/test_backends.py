@@ -154,7 +154,8 @@ LAYOUT = layout_of(MODEL)
 def blocks_of(prefetcher: LayerPrefetcher | None, stored: StoredFormat = "int8") -> list[PartitionedExperts]:
     """The experts of each layer, all with the same prefetcher; expert 1 is owned."""
     return [
-        PartitionedExperts(block, (1,), stored, CPU, partial(exact_expert, BASE, LAYOUT, name), prefetcher=prefetcher)
+        PartitionedExperts(block, (1,), stored, CPU, partial(exact_expert, BASE, LAYOUT, name), prefetcher=prefetcher,
+                            stored_home="device" if prefetcher is None else "host")
         for name, block in expert_blocks(empty_model(MODEL))
     ]
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import signal
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
 
@@ -15,6 +17,7 @@ import pytest
 import torch
 from model_shapes import tiny_campaign
 from moe_families import small_config
+from network_swarm import wait_until
 
 from spes_p2p.config.campaign import CampaignConfig
 from spes_p2p.config.model import TransformersModel
@@ -24,6 +27,7 @@ from spes_p2p.model.build import initial_state, layer_number, layout_of
 from spes_p2p.model.formats import StoredPlace
 from spes_p2p.model.memory import Setup, device_bytes, host_shards_bytes, stored_bytes
 from spes_p2p.model.sharding import rank_that_steps, ranks_of_layers, ranks_outside_layers
+from spes_p2p.model.shared_memory import SharedMemory
 from spes_p2p.session.ranks import Leader
 from spes_p2p.testing.simulate.language import SETTINGS, LanguageTrainer, Sentences
 from spes_p2p.testing.simulate.swarm import VirtualSwarm, campaign, simulate
@@ -105,6 +109,12 @@ def other_campaign(optimizer: str) -> tuple[CampaignConfig, TrainingOptions]:
     return changed.config, replace(HALF, stored="int8", activation_checkpointing=True)
 
 
+def shared_by(pid: int) -> set[str]:
+    """The inodes of the shared memory that a process maps."""
+    lines = (line.split() for line in Path(f"/proc/{pid}/maps").read_text().splitlines())
+    return {line[4] for line in lines if line[5:6] == ["/memfd:spes-shared"]}
+
+
 def local_weights(trainer: TorchTrainer) -> dict[str, np.ndarray]:
     groups = [group for group in LAYOUT.groups if group.expert is None or group.expert in trainer.owned]
     return {group.name: trainer.read(group) for group in groups}
@@ -146,7 +156,7 @@ def life(
 
 
 @pytest.mark.network
-@pytest.mark.parametrize("options", [HALF, SHARDS], ids=["replicas", "shards"])
+@pytest.mark.parametrize("options", [HALF, SHARDS, replace(HALF, stored_on="host")], ids=["replicas", "shards", "host"])
 def test_two_ranks_train_what_one_does_on_a_cpu(two_ranks: Callable[..., Leader], options: TrainingOptions) -> None:
     lives = life(ALONE), life(two_ranks(options=options), options=options)
     for (weights, report), (of_two, report_of_two) in zip(*lives, strict=True):
@@ -206,7 +216,7 @@ def test_a_swarm_of_peers_with_two_devices_decides_the_same_bases(two_ranks: Cal
 @pytest.mark.parametrize("stored_on", ["device", "host"])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_has_its_share_as_the_formula_says(rank: int, stored_on: StoredPlace) -> None:
-    """Between phases, when no layer is open; rank 0 has the others' in main memory."""
+    """Between phases, when no layer is open; rank 0 has the others' in main memory, and all of what is stored there."""
     options = replace(SHARDS, stored="int8", stored_on=stored_on)
     trainer = TorchTrainer(CONFIG, BASE, (0, 3), None, None, "cpu", options, Ranks(rank, 2))
     here = [layer for layer in range(2) if layer % 2 == rank]
@@ -217,7 +227,7 @@ def test_a_rank_has_its_share_as_the_formula_says(rank: int, stored_on: StoredPl
     of_a_layer = (device_bytes(CONFIG.model, 32, setup).weights - 4 * outside) // 2
     assert sum(trained.values()) == pytest.approx(4 * outside + of_a_layer * len(at_home), abs=200)
     stored = [each.untyped_storage().nbytes() for block in trainer.blocks.values() for each in block.stored_tensors()]
-    layers = 2 if stored_on == "host" else len(at_home)
+    layers = 2 * (rank == 0) if stored_on == "host" else len(at_home)
     assert sum(stored) == pytest.approx(stored_bytes(CONFIG.model, setup) * layers // 2, abs=50)
 
 
@@ -304,6 +314,59 @@ def test_a_rank_that_dies_ends_the_peer_with_one_line(two_ranks: Callable[..., L
     )
     with pytest.raises(Broken, match="rank 1"):
         trainer.train(phase, lambda: False, kill_it)
+
+
+@pytest.mark.network
+@pytest.mark.parametrize("options", [HALF, SHARDS_INT8], ids=["replicas", "shards"])
+def test_ranks_have_one_copy_of_foreign_experts_in_main_memory(
+    two_ranks: Callable[..., Leader], options: TrainingOptions
+) -> None:
+    """The other rank maps those of rank 0 during a phase, and lets go of what an ownership change replaces."""
+    options = replace(options, stored_on="host")
+    leader, before = two_ranks(options=options), shared_by(os.getpid())
+    trainer = trainer_of(leader, options=options)
+    in_memory = 2 * CONFIG.model.num_hidden_layers  # two matrices of each layer
+
+    def look(done: int, speed: float) -> None:
+        found.append((shared_by(os.getpid()), shared_by(leader.processes[0].pid or 0)))
+
+    for number, owned in enumerate(((0, 3), (1, 2))):
+        trainer.assign(owned, BASE)
+        found: list[tuple[set[str], set[str]]] = []
+        phase = Phase(number, 0, 10, 2, (Interval(0, 0, 2 * CONFIG.training.batch_size),))
+        trainer.train(phase, lambda: False, look)
+        assert all(here - before == there and len(there) == in_memory for here, there in found)
+        assert len(found) == 2
+        wait_until(lambda: not shared_by(leader.processes[0].pid or 0), 30.0, "the other rank unmaps them")
+
+
+def test_shared_memory_is_locked_for_cuda_until_its_last_tensor_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+    locked: dict[int, int] = {}
+
+    class Cuda:
+        def cudaHostRegister(self, start: int, size: int, flags: int) -> int:
+            locked[start] = size
+            return int(size == 1)
+
+        def cudaHostUnregister(self, start: int) -> None:
+            del locked[start]
+
+    monkeypatch.setattr(torch.cuda, "cudart", Cuda)
+    shapes = [((2, 3), torch.int8), ((2, 1), torch.float32)]
+    memory = SharedMemory(shapes)
+    memory.pin()
+    codes, scales = memory.tensors(shapes)
+    codes.fill_(1)
+    scales.fill_(2)
+    assert locked == {codes.data_ptr(): len(memory)}
+    again = SharedMemory(shapes, memory.path).tensors(shapes)
+    assert torch.equal(again[0], codes)
+    assert torch.equal(again[1], scales)
+    row = codes[1]
+    del memory, codes, scales
+    assert len(locked) == 1
+    del row
+    assert not locked
 
 
 @pytest.mark.network

@@ -41,7 +41,7 @@ class HostBytes:
     pieces: int
     """Buffers for parts and pieces in a round."""
     stored: int
-    """Foreign experts stored on the host, by each device's process."""
+    """Foreign experts stored on the host, which all devices share."""
     shards: int
     """Of layers that devices divide, between phases those that are not the first one's."""
     program: int = 0
@@ -64,7 +64,7 @@ def host_bytes(
         update=pending_bytes(config, setup.owned) * arrays_in_memory,
         sums=(2 * sums_bytes(config) + inputs_bytes(config)) * arrays_in_memory,
         pieces=min(PIECES_BYTES, base),
-        stored=setup.ranks * stored_bytes(config.model, setup) if setup.stored_on == "host" else 0,
+        stored=stored_bytes(config.model, setup) if setup.stored_on == "host" else 0,
         shards=host_shards_bytes(config.model, setup) if setup.sharded else 0,
     )
 

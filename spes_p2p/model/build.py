@@ -171,10 +171,12 @@ def build_model(
     stored_on: StoredPlace = "device",
     backend: BackendName = "auto",
     home_of: Callable[[int | None], Home] = lambda layer: "device",
+    host_home: Home = "host",
 ) -> PreTrainedModel:
     """Return the model that a peer trains: owned experts trainable, foreign ones stored. Allocates each tensor once.
 
-    `home_of`: where a layer's weights are between uses, or those outside layers (None).
+    `home_of`: where a layer's weights are between uses, or those outside layers (None). `host_home`: where foreign experts in
+    main memory are.
 
     Raises UserError, naming the alternatives, for a stored format or backend that this device does not support.
     """
@@ -185,7 +187,7 @@ def build_model(
     for name, block in list(expert_blocks(model)):
         exact = partial(exact_expert, base, layout, name)
         home = home_of(layer_number(name))
-        stored_home: Home = "host" if stored_on == "host" else home
+        stored_home: Home = host_home if stored_on == "host" else home
         experts = PartitionedExperts(block, owned, stored, device, exact, chosen, prefetcher, home, stored_home)
         if config.moe_low_rank:
             experts.add_low_rank(name, config.moe_low_rank)

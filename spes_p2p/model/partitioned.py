@@ -104,7 +104,7 @@ class PartitionedExperts(nn.Module):
     ):
         """`block` is the transformers block to replace; only its shapes and gate are used, so it may be on the meta device.
 
-        `home` and `stored_home`: where owned and foreign experts are between uses. A `prefetcher` takes foreign ones from host
+        `home` and `stored_home`: where owned and foreign experts are between uses. A `prefetcher` takes foreign ones from main
         memory to `device`. The default backend is that of `auto`.
         """
         super().__init__()
@@ -118,8 +118,7 @@ class PartitionedExperts(nn.Module):
         self._gate = gate_of(block)
         _, hidden_size, intermediate_size = block.get_parameter("down_proj").shape
         self._backend = backend or choose_backend("auto", device, hidden_size, intermediate_size)
-        self._prefetcher, self._home = prefetcher, home
-        self._stored_home: Home = stored_home if prefetcher is None else "host"
+        self._prefetcher, self._home, self._stored_home = prefetcher, home, stored_home
         self._layer = prefetcher.add() if prefetcher is not None else 0
         self._slabs: dict[str, Tensor] = {}
         self.low_rank: LowRank | None = None
@@ -142,8 +141,7 @@ class PartitionedExperts(nn.Module):
             self.add_module(str(expert), _Expert({name: slabs[name][owned.index(expert)] for name in MATRICES}))
         self.owned, self.foreign, self._slabs, self._stores = owned, foreign, slabs, nn.ModuleDict(stores)
         self._link()
-        if self._prefetcher is not None:
-            self._prefetcher.replace(self._layer, {name: store.matrices for name, store in stores.items()})
+        self._prefetch_anew()
         self.order = torch.tensor(owned + foreign, device=self.slot.device)
         self.slot[self.order] = torch.arange(self.num_experts, device=self.slot.device)
 
@@ -166,6 +164,26 @@ class PartitionedExperts(nn.Module):
             self._prefetcher.forget(self._layer)
         for tensor in self.stored_tensors():
             write(tensor)
+
+    def shared_paths(self) -> list[str]:
+        """Return where other processes can map the tensors that store foreign experts; none where they are not shared."""
+        return [shared.path for name in MATRICES if (shared := self._store(name).shared) is not None]
+
+    def map_stored(self, paths: Sequence[str]) -> None:
+        """Have foreign experts as another process, with the same owned ones, shares them, until `unmap_stored`."""
+        for name, path in zip(MATRICES, paths, strict=True):
+            self._store(name).map(path)
+        self._prefetch_anew()
+
+    def unmap_stored(self) -> None:
+        """Have no foreign experts again."""
+        for name in MATRICES:
+            self._store(name).unmap()
+        self._prefetch_anew()
+
+    def _prefetch_anew(self) -> None:
+        if self._prefetcher is not None:
+            self._prefetcher.replace(self._layer, {name: self._store(name).matrices for name in MATRICES})
 
     def stored_tensors(self) -> list[Tensor]:
         """Return the tensors that store foreign experts."""

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from spes_p2p.errors import UserError
 from spes_p2p.model.formats import Home, StoredFormat
+from spes_p2p.model.shared_memory import Shape, SharedMemory
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8}
 
@@ -69,11 +70,13 @@ class StoredMatrices(nn.Module):
     """`count` matrices of one shape `[rows, columns]` without gradient.
 
     On the device they are buffers, which move with the model. In host memory they are not buffers, and are pinned for CUDA.
-    Absent ones take no memory (`sharding.py`).
+    Absent ones take no memory (`sharding.py`); those that another process shares are absent until `map`.
     """
 
     codes: Tensor
     scales: Tensor | None
+    shared: SharedMemory | None = None
+    """What holds them, if this process shares them."""
 
     def __init__(
         self, count: int, shape: Sequence[int], stored: StoredFormat, device: torch.device, place: Home = "device"
@@ -81,18 +84,37 @@ class StoredMatrices(nn.Module):
         super().__init__()
         if stored not in get_args(StoredFormat):
             raise UserError(f"stored format '{stored}': must be one of {', '.join(get_args(StoredFormat))}")
-        on_host = place == "host"
-        pins = device.type == "cuda"
-        codes = allocate((count, *shape), device, place, _DTYPES[stored], pins)
-        scales = allocate((count, shape[0], 1), device, place, pins=pins) if stored == "int8" else None
-        self._on_host = Matrices(codes, scales) if on_host else None
-        self.register_buffer("codes", None if on_host else codes, persistent=False)
-        self.register_buffer("scales", None if on_host else scales, persistent=False)
+        self._pins = device.type == "cuda"
+        self._shapes: list[Shape] = [((count, *shape), _DTYPES[stored])]
+        if stored == "int8":
+            self._shapes.append(((count, shape[0], 1), torch.float32))
+        if place == "shared":
+            self.shared = SharedMemory(self._shapes)
+            tensors = self._tensors_in(self.shared)
+        else:
+            tensors = [allocate(each, device, place, dtype, self._pins) for each, dtype in self._shapes]
+        on_host = place in ("host", "shared")
+        self._on_host = Matrices(*tensors) if on_host else None
+        self.register_buffer("codes", None if on_host else tensors[0], persistent=False)
+        self.register_buffer("scales", None if on_host or stored != "int8" else tensors[1], persistent=False)
 
     @property
     def matrices(self) -> Matrices:
         """The stored matrices."""
         return self._on_host or Matrices(self.codes, self.scales)
+
+    def map(self, path: str) -> None:
+        """Have the matrices that another process shares under this path, until `unmap`."""
+        self._on_host = Matrices(*self._tensors_in(SharedMemory(self._shapes, path)))
+
+    def unmap(self) -> None:
+        """Be absent again."""
+        self._on_host = None
+
+    def _tensors_in(self, memory: SharedMemory) -> list[Tensor]:
+        if self._pins:
+            memory.pin()
+        return memory.tensors(self._shapes)
 
     def hold(self, tensors: Sequence[Tensor]) -> None:
         """Let these tensors, of the same shapes, hold the matrices from now on."""

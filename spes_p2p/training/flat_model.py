@@ -28,14 +28,17 @@ class FlatModel:
 
     def __init__(
         self, config: ModelSection, base: State, owned: tuple[int, ...], device: str | torch.device, options: TrainingOptions,
-        home_of: Callable[[int | None], Home] = lambda layer: "device",
+        home_of: Callable[[int | None], Home] = lambda layer: "device", host_home: Home = "host",
     ):
-        """`home_of`: see `build_model`. Raises UserError for options that this device or installation does not support."""
+        """`home_of`, `host_home`: see `build_model`.
+
+        Raises UserError for options that this device or installation does not support.
+        """
         self.layout, self.owned, self.device = layout_of(config), tuple(sorted(owned)), torch.device(device)
         stored = options.stored or ("fp32" if self.device.type == "cpu" else "bf16")
         with selected(self.device):
             self.model: PreTrainedModel = build_model(
-                config, base, self.owned, stored, self.device, options.stored_on, options.backend, home_of
+                config, base, self.owned, stored, self.device, options.stored_on, options.backend, home_of, host_home
             )
         named = self.model.named_modules()
         self.blocks = {name: module for name, module in named if isinstance(module, PartitionedExperts)}

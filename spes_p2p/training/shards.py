@@ -1,11 +1,11 @@
 """How the ranks of a peer hold its model: all of it each, or each a share (ZeRO stage 3, arXiv 1910.02054).
 
 Divided, each layer belongs to one rank as a whole: its weights, the foreign experts stored for it, and its moments
-(`model/sharding.py`). Foreign experts may be in each rank's main memory instead (`prefetch.py`). The others get a copy for as
-long as they compute the layer, once in the forward pass and once in the backward pass, where its activations are recomputed;
-then all send their gradients to its rank, which alone steps it. Whole layers, not slices of each matrix as in FSDP: so each
-optimizer steps the matrices that it would step on one device. Embedding, head and last norm are on every rank; one of them has
-their moments, steps them and sends them to the others.
+(`model/sharding.py`). Foreign experts may be in main memory instead, which all ranks share (`shared_memory.py`, `prefetch.py`).
+The others get a copy for as long as they compute the layer, once in the forward pass and once in the backward pass, where its
+activations are recomputed; then all send their gradients to its rank, which alone steps it. Whole layers, not slices of each
+matrix as in FSDP: so each optimizer steps the matrices that it would step on one device. Embedding, head and last norm are on
+every rank; one of them has their moments, steps them and sends them to the others.
 
 Between phases rank 0 has everything, the layers of others in main memory: what a round changes, held-out losses and checkpoints
 concern no other rank. A phase begins with each rank's share, and ends with what it became.
@@ -33,8 +33,9 @@ from spes_p2p.training.ranks import Ranks
 class Replicas:
     """Every rank holds everything."""
 
-    def __init__(self, model: FlatModel, optimizer: OwnedOptimizer, ranks: Ranks):
-        self._model, self._optimizer, self._ranks = model, optimizer, ranks
+    def __init__(self, model: FlatModel, optimizer: OwnedOptimizer, ranks: Ranks, shares_stored: bool = False):
+        """`shares_stored`: rank 0 has stored experts in main memory, and the others map them during phases."""
+        self._model, self._optimizer, self._ranks, self._shares_stored = model, optimizer, ranks, shares_stored
 
     def moments_here(self, moments: Moments) -> Moments:
         """Return those of all moments that this rank has during a phase."""
@@ -44,7 +45,9 @@ class Replicas:
         """Send what a phase begins with from rank 0 to the others: weights, stored experts, moments."""
         for parameter in self._model.weights.values():
             self._ranks.broadcast(parameter)
-        for block in self._model.blocks.values():
+        if self._shares_stored:
+            self._map_stored()
+        for block in self._model.blocks.values() if not self._shares_stored else ():
             block.overwrite_stored(self._ranks.broadcast)
         for _, tensor in sorted(self._optimizer.moments().items()):
             self._ranks.broadcast(tensor)
@@ -65,7 +68,15 @@ class Replicas:
         """Finish a step of the optimizer."""
 
     def end(self) -> None:
-        """Send what the phase made of them back to rank 0."""
+        """Send what the phase made of them back to rank 0, which alone has everything from then on."""
+        for block in self._model.blocks.values() if self._shares_stored and self._ranks.rank > 0 else ():
+            block.unmap_stored()
+
+    def _map_stored(self) -> None:
+        blocks = self._model.blocks
+        shared = self._ranks.all_of({name: block.shared_paths() for name, block in blocks.items()})[0]
+        for name, block in blocks.items() if self._ranks.rank > 0 else ():
+            block.map_stored(shared[name])
 
 
 @dataclass
@@ -83,10 +94,9 @@ class _Layer:
 class Shards(Replicas):
     """Each rank holds a share. Its hooks open and close the layers, in the same order on all ranks."""
 
-    def __init__(self, model: FlatModel, optimizer: OwnedOptimizer, ranks: Ranks, divides_stored: bool = True):
-        """`divides_stored`: divide stored experts, too; otherwise each rank has them, in its main memory."""
-        super().__init__(model, optimizer, ranks)
-        self._divides_stored = divides_stored
+    def __init__(self, model: FlatModel, optimizer: OwnedOptimizer, ranks: Ranks, shares_stored: bool = False):
+        """See Replicas. Stored experts that are not shared are divided, too."""
+        super().__init__(model, optimizer, ranks, shares_stored)
         self._in_phase = self._in_backward = False
         self._outside = ranks_outside_layers(model.layout, ranks.count)
         self._layers: dict[int, _Layer] = {}
@@ -107,8 +117,8 @@ class Shards(Replicas):
                 self._ranks.move(tensor, 0, layer.holder, self._model.device)
         for name in self._outside:
             self._ranks.broadcast(self._model.weights[name])
-        for block in self._model.blocks.values() if not self._divides_stored else ():
-            block.overwrite_stored(self._ranks.broadcast)
+        if self._shares_stored:
+            self._map_stored()
         for name, tensor in sorted(self._optimizer.moments().items()):
             self._ranks.move(tensor, 0, self._holder(_of(name)), self._model.device)
 
@@ -147,6 +157,7 @@ class Shards(Replicas):
                 self._optimizer.make_room(held)
         for name, tensor in sorted(self._optimizer.moments().items()):
             self._ranks.move(tensor, self._holder(_of(name)), 0, self._model.device)
+        super().end()
         self._in_phase = False
 
     def _divide(self, module: nn.Module, number: int) -> None:
@@ -218,7 +229,7 @@ class Shards(Replicas):
 
     def _tensors(self, number: int) -> list[Tensor]:
         """Return what holds a layer."""
-        blocks = self._layers[number].blocks if self._divides_stored else []
+        blocks = self._layers[number].blocks if not self._shares_stored else []
         return [*self._trained(number), *(tensor for block in blocks for tensor in block.stored_tensors())]
 
     def _use(self, number: int, tensors: list[Tensor]) -> None:

@@ -77,17 +77,17 @@ class TorchTrainer(FlatModel):
         self._config, self._samples, self._validation, self._ranks = config, samples, validation, ranks
         bound_memory(torch.device(device), options.memory_bytes)
         self._is_divided = is_divided = options.sharded and ranks.count > 1
+        shares = options.stored_on == "host" and ranks.count > 1
         super().__init__(
             config.model, base, owned, device, options,
             partial(home_of, ranks, layout_of(config.model)) if is_divided else lambda layer: "device",
+            "host" if not shares else "shared" if ranks.rank == 0 else "absent",
         )
         self._optimizer = OwnedOptimizer(
             self.model, self.layout, config.training, options.optimizer,
             lambda name: is_divided and rank_that_steps(self.layout, ranks.count, name) != ranks.rank,
         )
-        self._held: Replicas = Replicas(self, self._optimizer, ranks)
-        if is_divided:
-            self._held = Shards(self, self._optimizer, ranks, divides_stored=options.stored_on == "device")
+        self._held = (Shards if is_divided else Replicas)(self, self._optimizer, ranks, shares)
         with selected(self.device):
             if is_masked and eos_token_id is not None and is_crossed(self.model.eval(), eos_token_id, self.device):
                 raise UserError(

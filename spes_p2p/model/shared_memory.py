@@ -1,0 +1,81 @@
+"""Main memory that the ranks of a peer share: one rank makes and writes it, the others map it."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import mmap
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from spes_p2p.errors import UserError
+
+logger = logging.getLogger(__name__)
+
+ALIGNMENT = 64
+"""Bytes: each tensor begins at a multiple of them."""
+Shape = tuple[tuple[int, ...], torch.dtype]
+
+
+class SharedMemory(mmap.mmap):
+    """Zeroed memory for a few tensors, which vanishes with the last process that has it."""
+
+    path: str
+    """Under which other processes of this user can map it while this one lives and holds it; of the maker's only."""
+    _file: int | None
+    _pinned: int | None
+
+    def __new__(cls, shapes: Sequence[Shape], path: str | None = None) -> SharedMemory:
+        """Make memory for tensors of these shapes, or map what another process made for them."""
+        size = max(1, sum(_room(each) for each in shapes))
+        if path is not None:
+            file = os.open(path, os.O_RDWR)
+        elif hasattr(os, "memfd_create"):  # not in /dev/shm, which containers keep small
+            file = os.memfd_create("spes-shared")
+            os.ftruncate(file, size)
+        else:
+            raise UserError("--stored-on host: needs Linux where --devices names several; leave it out")
+        made = super().__new__(cls, file, size)
+        made.path, made._pinned, made._file = f"/proc/{os.getpid()}/fd/{file}", None, file
+        if path is not None:
+            os.close(file)
+            made._file = None
+        return made
+
+    def tensors(self, shapes: Sequence[Shape]) -> list[Tensor]:
+        """Return the tensors in it. They keep it alive."""
+        found, start = [], 0
+        for shape, dtype in shapes:
+            count = torch.Size(shape).numel()
+            flat = torch.frombuffer(self, dtype=dtype, count=count, offset=start) if count else torch.empty(0, dtype=dtype)
+            found.append(flat.view(shape))
+            start += _room((shape, dtype))
+        return found
+
+    def pin(self) -> None:
+        """Page-lock it for CUDA in this process, as far as the system allows: copies to the GPU are faster then."""
+        start = ctypes.addressof(ctypes.c_char.from_buffer(self))
+        if error := int(_cuda().cudaHostRegister(start, len(self), 0)):
+            logger.warning("cannot page-lock %d MB of foreign experts (CUDA error %d): slower copies to the GPU",
+                           len(self) // 10**6, error)
+        else:
+            self._pinned = start
+
+    def __del__(self) -> None:
+        if self._pinned is not None:
+            _cuda().cudaHostUnregister(self._pinned)
+        if self._file is not None:
+            os.close(self._file)
+
+
+def _cuda() -> Any:
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
+
+
+def _room(shape: Shape) -> int:
+    size = torch.Size(shape[0]).numel() * shape[1].itemsize
+    return -(-size // ALIGNMENT) * ALIGNMENT
