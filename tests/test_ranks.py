@@ -6,6 +6,7 @@ import json
 import math
 import os
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +18,6 @@ import pytest
 import torch
 from model_shapes import tiny_campaign
 from moe_families import small_config
-from network_swarm import wait_until
 
 from spes_p2p.config.campaign import CampaignConfig
 from spes_p2p.config.model import TransformersModel
@@ -326,9 +326,13 @@ def test_ranks_have_one_copy_of_foreign_experts_in_main_memory(
     leader, before = two_ranks(options=options), shared_by(os.getpid())
     trainer = trainer_of(leader, options=options)
     in_memory = 2 * CONFIG.model.num_hidden_layers  # two matrices of each layer
+    follower = leader.processes[0].pid or 0
 
     def look(done: int, speed: float) -> None:
-        found.append((shared_by(os.getpid()), shared_by(leader.processes[0].pid or 0)))
+        found.append((shared_by(os.getpid()), shared_by(follower)))
+        if done == 2:  # the follower is slow to end the phase
+            os.kill(follower, signal.SIGSTOP)
+            threading.Timer(0.5, os.kill, (follower, signal.SIGCONT)).start()
 
     for number, owned in enumerate(((0, 3), (1, 2))):
         trainer.assign(owned, BASE)
@@ -337,7 +341,25 @@ def test_ranks_have_one_copy_of_foreign_experts_in_main_memory(
         trainer.train(phase, lambda: False, look)
         assert all(here - before == there and len(there) == in_memory for here, there in found)
         assert len(found) == 2
-        wait_until(lambda: not shared_by(leader.processes[0].pid or 0), 30.0, "the other rank unmaps them")
+        assert not shared_by(follower)
+
+
+@pytest.mark.network
+def test_a_phase_without_steps_ends_before_its_foreign_experts_are_replaced(two_ranks: Callable[..., Leader]) -> None:
+    """The other rank, which may be about to map them, is slow."""
+    options = replace(HALF, stored_on="host")
+    leader = two_ranks(options=options)
+    trainer, follower = trainer_of(leader, options=options), leader.processes[0].pid or 0
+
+    def stop() -> bool:
+        os.kill(follower, signal.SIGSTOP)
+        threading.Timer(0.2, os.kill, (follower, signal.SIGCONT)).start()
+        return True
+
+    for owned in ((1, 2), (0, 3), (1, 2), (0, 3)):
+        trainer.train(Phase(0, 0, 10, 2, (Interval(0, 0, 2 * CONFIG.training.batch_size),)), stop, lambda done, speed: None)
+        trainer.assign(owned, BASE)
+    assert leader.is_whole
 
 
 def test_shared_memory_is_locked_for_cuda_until_its_last_tensor_goes(monkeypatch: pytest.MonkeyPatch) -> None:

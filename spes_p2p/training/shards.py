@@ -69,8 +69,10 @@ class Replicas:
 
     def end(self) -> None:
         """Send what the phase made of them back to rank 0, which alone has everything from then on."""
-        for block in self._model.blocks.values() if self._shares_stored and self._ranks.rank > 0 else ():
-            block.unmap_stored()
+        if self._shares_stored:
+            for block in self._model.blocks.values() if self._ranks.rank > 0 else ():
+                block.unmap_stored()
+            self._ranks.all_of(None)  # rank 0 waits: it may replace them at once, which frees what no other rank maps
 
     def _map_stored(self) -> None:
         blocks = self._model.blocks
