@@ -49,6 +49,7 @@ HALF = TrainingOptions(micro_batch_size=CONFIG.training.batch_size // 2)
 SHARDS = replace(HALF, sharded=True)
 SHARDS_INT8 = replace(SHARDS, stored="int8")
 CPU = torch.device("cpu")
+SHAPES = [((2, 3), torch.int8), ((2, 1), torch.float32)]
 BF16_ROUNDING = 0.1
 """Bound of the relative difference by norm; on a CPU in bf16 autocast it is 0.025. Of experts with few tokens it is 0.4."""
 
@@ -374,14 +375,13 @@ def test_shared_memory_is_locked_for_cuda_until_its_last_tensor_goes(monkeypatch
             del locked[start]
 
     monkeypatch.setattr(torch.cuda, "cudart", Cuda)
-    shapes = [((2, 3), torch.int8), ((2, 1), torch.float32)]
-    memory = SharedMemory(shapes)
+    memory = SharedMemory(SHAPES)
     memory.pin()
-    codes, scales = memory.tensors(shapes)
+    codes, scales = memory.tensors(SHAPES)
     codes.fill_(1)
     scales.fill_(2)
     assert locked == {codes.data_ptr(): len(memory)}
-    again = SharedMemory(shapes, memory.path).tensors(shapes)
+    again = SharedMemory(SHAPES, memory.path).tensors(SHAPES)
     assert torch.equal(again[0], codes)
     assert torch.equal(again[1], scales)
     row = codes[1]
@@ -389,6 +389,29 @@ def test_shared_memory_is_locked_for_cuda_until_its_last_tensor_goes(monkeypatch
     assert len(locked) == 1
     del row
     assert not locked
+
+
+def test_memory_that_cuda_does_not_lock_is_used_without(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An error that CUDA still remembers is raised where the next kernel starts. The warning comes once for all matrices."""
+    remembered: list[int] = []
+
+    class Cuda:
+        def cudaHostRegister(self, start: int, size: int, flags: int) -> int:
+            remembered[:] = [801]
+            return 801
+
+    def first_kernel(*shape: int, **options: object) -> None:
+        if remembered:
+            raise RuntimeError(f"CUDA error {remembered.pop()}")
+
+    monkeypatch.setattr(torch.cuda, "cudart", Cuda)
+    monkeypatch.setattr(torch, "ones", first_kernel)
+    for _ in range(2):
+        SharedMemory(SHAPES).pin()
+        assert not remembered
+    assert caplog.messages == ["cannot page-lock foreign experts in main memory (CUDA error 801): slower copies to the GPU"]
 
 
 @pytest.mark.network

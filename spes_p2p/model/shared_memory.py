@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import logging
 import mmap
 import os
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -25,7 +27,7 @@ class SharedMemory(mmap.mmap):
     """Zeroed memory for a few tensors, which vanishes with the last process that has it."""
 
     path: str
-    """Under which other processes of this user can map it while this one lives and holds it; of the maker's only."""
+    """Other processes of this user can map the memory under this path while its maker lives and holds it."""
     _file: int | None
     _pinned: int | None
 
@@ -59,17 +61,25 @@ class SharedMemory(mmap.mmap):
     def pin(self) -> None:
         """Page-lock it for CUDA in this process, as far as the system allows: copies to the GPU are faster then."""
         start = ctypes.addressof(ctypes.c_char.from_buffer(self))
-        if error := int(_cuda().cudaHostRegister(start, len(self), 0)):
-            logger.warning("cannot page-lock %d MB of foreign experts (CUDA error %d): slower copies to the GPU",
-                           len(self) // 10**6, error)
-        else:
+        error = int(_cuda().cudaHostRegister(start, len(self), 0))
+        if not error:
             self._pinned = start
+            return
+        with contextlib.suppress(RuntimeError):
+            torch.ones(1, device="cuda")  # CUDA keeps the error until a kernel's launch has raised it
+        _warn_of_slow_copies(error)
 
     def __del__(self) -> None:
         if self._pinned is not None:
             _cuda().cudaHostUnregister(self._pinned)
         if self._file is not None:
             os.close(self._file)
+
+
+@cache
+def _warn_of_slow_copies(error: int) -> None:
+    """Log it once for all layers and phases."""
+    logger.warning("cannot page-lock foreign experts in main memory (CUDA error %d): slower copies to the GPU", error)
 
 
 def _cuda() -> Any:
