@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -412,6 +413,29 @@ def test_memory_that_cuda_does_not_lock_is_used_without(
         SharedMemory(SHAPES).pin()
         assert not remembered
     assert caplog.messages == ["cannot page-lock foreign experts in main memory (CUDA error 801): slower copies to the GPU"]
+
+
+def test_shared_memory_is_all_there_from_the_start() -> None:
+    """Otherwise a lack of memory would end the process where it first writes a page."""
+    memory = SharedMemory([((100, 1000), torch.float32)])
+    assert 512 * os.stat(memory.path).st_blocks >= 400_000
+
+
+@pytest.mark.parametrize(("code", "why"), [(errno.ENOSPC, "No space left on device"), (errno.EMFILE, "Too many open files")])
+def test_memory_that_cannot_be_shared_is_refused_in_a_line(monkeypatch: pytest.MonkeyPatch, code: int, why: str) -> None:
+    def refuse(*arguments: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    there = set(os.listdir("/proc/self/fd"))
+    with pytest.raises(UserError) as caught:
+        SharedMemory([((5, 10**6), torch.int8)])
+    assert str(caught.value) == (
+        f"--stored-on host: cannot share 5 MB of foreign experts among the devices ({why}); give --stored-on device"
+    )
+    assert set(os.listdir("/proc/self/fd")) == there
+    with pytest.raises(UserError, match=r"\(No such file or directory\)"):
+        SharedMemory(SHAPES, f"/proc/{os.getpid()}/fd/99999")
 
 
 @pytest.mark.network

@@ -32,17 +32,15 @@ class SharedMemory(mmap.mmap):
     _pinned: int | None
 
     def __new__(cls, shapes: Sequence[Shape], path: str | None = None) -> SharedMemory:
-        """Make memory for tensors of these shapes, or map what another process made for them."""
+        """Make memory for tensors of these shapes, or map what another process made for them. Raises UserError."""
         size = max(1, sum(_room(each) for each in shapes))
-        if path is not None:
-            file = os.open(path, os.O_RDWR)
-        elif hasattr(os, "memfd_create"):  # not in /dev/shm, which containers keep small
-            file = os.memfd_create("spes-shared")
-            os.ftruncate(file, size)
-        else:
-            raise UserError("--stored-on host: needs Linux where --devices names several; leave it out")
-        made = super().__new__(cls, file, size)
-        made.path, made._pinned, made._file = f"/proc/{os.getpid()}/fd/{file}", None, file
+        try:
+            file = _new_file(size) if path is None else os.open(path, os.O_RDWR)
+            made = super().__new__(cls, file, size)
+        except OSError as error:
+            raise UserError(f"--stored-on host: cannot share {size / 1e6:.0f} MB of foreign experts among the devices "
+                            f"({error.strerror}); give --stored-on device") from None
+        made.path, made._pinned, made._file = path or f"/proc/{os.getpid()}/fd/{file}", None, file
         if path is not None:
             os.close(file)
             made._file = None
@@ -74,6 +72,19 @@ class SharedMemory(mmap.mmap):
             _cuda().cudaHostUnregister(self._pinned)
         if self._file is not None:
             os.close(self._file)
+
+
+def _new_file(size: int) -> int:
+    """Return a file in memory. All of it is allocated: a page that is missing later would end the process without a word."""
+    if not hasattr(os, "memfd_create"):
+        raise UserError("--stored-on host: needs Linux where --devices names several; leave it out")
+    file = os.memfd_create("spes-shared")  # not in /dev/shm, which containers keep small
+    try:
+        os.posix_fallocate(file, 0, size)
+    except OSError:
+        os.close(file)
+        raise
+    return file
 
 
 @cache
