@@ -16,7 +16,7 @@ from torch import Tensor
 from spes_p2p.errors import UserError
 from spes_p2p.model.backends import BackendName, Eager, GroupedMM, choose_backend
 from spes_p2p.model.build import build_model, empty_model, exact_expert, initial_state, layout_of
-from spes_p2p.model.formats import StoredFormat, StoredPlace
+from spes_p2p.model.formats import Home, StoredFormat, StoredPlace
 from spes_p2p.model.partitioned import PartitionedExperts, expert_blocks
 from spes_p2p.model.prefetch import BACKWARD, FORWARD, LayerPrefetcher
 from spes_p2p.model.stored import Matrices, StoredMatrices
@@ -151,11 +151,13 @@ BASE = initial_state(MODEL)
 LAYOUT = layout_of(MODEL)
 
 
-def blocks_of(prefetcher: LayerPrefetcher | None, stored: StoredFormat = "int8") -> list[PartitionedExperts]:
+def blocks_of(
+    prefetcher: LayerPrefetcher | None, stored: StoredFormat = "int8", stored_home: Home | None = None
+) -> list[PartitionedExperts]:
     """The experts of each layer, all with the same prefetcher; expert 1 is owned."""
     return [
         PartitionedExperts(block, (1,), stored, CPU, partial(exact_expert, BASE, LAYOUT, name), prefetcher=prefetcher,
-                            stored_home="device" if prefetcher is None else "host")
+                           stored_home=stored_home or ("device" if prefetcher is None else "host"))
         for name, block in expert_blocks(empty_model(MODEL))
     ]
 
@@ -216,6 +218,29 @@ def test_new_values_and_owners_reach_experts_on_the_host() -> None:
             block.assign((0, 3), partial(exact_expert, BASE, LAYOUT, f"model.layers.{layer}.mlp.experts"))
         blocks[1].write_foreign(1, "gate_up_proj", torch.full((96, 32), 0.2))
     assert torch.equal(forward_backward(staged)[0], forward_backward(plain)[0])
+
+
+def test_experts_that_another_rank_shares_are_copied_anew_in_each_phase() -> None:
+    makers, mappers = blocks_of(None, stored_home="shared"), blocks_of(LayerPrefetcher(CPU), stored_home="absent")
+    for owned in ((1,), (0, 3), (0, 3)):
+        for layer, (maker, mapper) in enumerate(zip(makers, mappers, strict=True)):
+            maker.write_foreign(2, "down_proj", torch.full((32, 48), 0.1 * layer + len(owned)))
+            for block in (maker, mapper):
+                block.assign(owned, partial(exact_expert, BASE, LAYOUT, f"model.layers.{layer}.mlp.experts"))
+            mapper.map_stored(maker.shared_paths())
+        assert times_mapped(makers) == 2
+        found, expected = forward_backward(mappers), forward_backward(makers)
+        assert torch.equal(found[0], expected[0])
+        assert torch.equal(found[1], expected[1])
+        for mapper in mappers:
+            mapper.unmap_stored()
+        assert times_mapped(makers) == 1
+
+
+def times_mapped(makers: list[PartitionedExperts]) -> float:
+    """How often this process maps each memory that they share, on average."""
+    inodes = {os.stat(path).st_ino for maker in makers for path in maker.shared_paths()}
+    return sum(int(line.split()[4]) in inodes for line in Path("/proc/self/maps").read_text().splitlines()) / len(inodes)
 
 
 def test_experts_on_the_host_do_not_move_with_the_model() -> None:
