@@ -161,7 +161,7 @@ def host_shards_bytes(model: ModelSection, setup: Setup) -> int:
 
 
 def _stored_in_shares(setup: Setup) -> StoredFormat | None:
-    """Return the format of foreign experts that ranks divide; None where each has them in main memory."""
+    """Return the format of foreign experts that ranks divide; None where they are in main memory."""
     return setup.stored if setup.stored_on == "device" else None
 
 

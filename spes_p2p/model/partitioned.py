@@ -170,13 +170,13 @@ class PartitionedExperts(nn.Module):
         return [shared.path for name in MATRICES if (shared := self._store(name).shared) is not None]
 
     def map_stored(self, paths: Sequence[str]) -> None:
-        """Have foreign experts as another process, with the same owned ones, shares them, until `unmap_stored`."""
+        """Use the foreign experts that another process with the same owned ones shares, until `unmap_stored`."""
         for name, path in zip(MATRICES, paths, strict=True):
             self._store(name).map(path)
         self._prefetch_anew()
 
     def unmap_stored(self) -> None:
-        """Have no foreign experts again."""
+        """Let go of them, after copies to the device that are under way."""
         for name in MATRICES:
             self._store(name).unmap()
         self._prefetch_anew()

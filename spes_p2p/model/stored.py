@@ -104,11 +104,11 @@ class StoredMatrices(nn.Module):
         return self._on_host or Matrices(self.codes, self.scales)
 
     def map(self, path: str) -> None:
-        """Have the matrices that another process shares under this path, until `unmap`."""
+        """Use the matrices that another process shares under this path, until `unmap`."""
         self._on_host = Matrices(*self._tensors_in(SharedMemory(self._shapes, path)))
 
     def unmap(self) -> None:
-        """Be absent again."""
+        """Let go of them: they are absent again."""
         self._on_host = None
 
     def _tensors_in(self, memory: SharedMemory) -> list[Tensor]:
