@@ -157,14 +157,6 @@ class PartitionedExperts(nn.Module):
             self._prefetcher.forget(self._layer)
         self._store(name).write(index, values)
 
-    @torch.no_grad()
-    def overwrite_stored(self, write: Callable[[Tensor], object]) -> None:
-        """Have `write` change the tensors that store foreign experts."""
-        if self._prefetcher is not None:
-            self._prefetcher.forget(self._layer)
-        for tensor in self.stored_tensors():
-            write(tensor)
-
     def shared_paths(self) -> list[str]:
         """Return where other processes can map the tensors that store foreign experts; none where they are not shared."""
         return [shared.path for name in MATRICES if (shared := self._store(name).shared) is not None]

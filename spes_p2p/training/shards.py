@@ -48,7 +48,8 @@ class Replicas:
         if self._shares_stored:
             self._map_stored()
         for block in self._model.blocks.values() if not self._shares_stored else ():
-            block.overwrite_stored(self._ranks.broadcast)
+            for tensor in block.stored_tensors():
+                self._ranks.broadcast(tensor)
         for _, tensor in sorted(self._optimizer.moments().items()):
             self._ranks.broadcast(tensor)
 
