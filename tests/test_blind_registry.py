@@ -183,6 +183,7 @@ def test_who_is_refused_room_by_a_keeper_reads_there(tmp_path: Path, monkeypatch
 def test_among_many_peers_nodes_have_the_contacts_of_a_few_that_change() -> None:
     names = [f"peer-{number}" for number in range(1000)]
     assert all(is_shown(name, MANY_CONTACTS, 0.0) for name in names)
+    assert not any(is_shown(name, 0, 0.0) for name in names), "those that start at the same moment have found nobody"
     shown = [{name for name in names if is_shown(name, len(names), minute * SHOWN_S)} for minute in range(50)]
     assert 0.8 * SHOWN_CONTACTS < sum(map(len, shown)) / len(shown) < 1.2 * SHOWN_CONTACTS
     assert len(set().union(*shown)) > 20 * SHOWN_CONTACTS

@@ -12,6 +12,7 @@ import pytest
 from remembering_swarm import RememberingSwarm
 
 from spes_p2p.messages.codec import WireError, pack, unpack
+from spes_p2p.messages.compact import expanded
 from spes_p2p.messages.fields import LONGEST_NAME, MAX_MEMBERS, MAX_NAMES
 from spes_p2p.messages.methods import HISTORY, SPEED
 from spes_p2p.messages.presence import Contribution, HistoryPage, HistoryRequest, Named
@@ -207,7 +208,8 @@ def test_a_peer_answers_at_most_a_message_of_records(tmp_path: Path) -> None:
         fitting = CONTRIBUTIONS_PER_MESSAGE // MAX_MEMBERS
 
         async def asked(after: int) -> list[int]:
-            page = unpack(HistoryPage, await node.endpoint.ask("A", HISTORY, pack(HistoryRequest(after, 10**6))))
+            reply = await node.endpoint.ask("A", HISTORY, pack(HistoryRequest(after, 10**6)))
+            page = unpack(HistoryPage, expanded(reply))
             return [record.round for record in page.records]
 
         history.add([replace(first, round=number) for number in range(10, 10 + 2 * RECORDS_PER_MESSAGE)])

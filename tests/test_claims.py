@@ -13,8 +13,9 @@ import pytest
 from spes_p2p.consensus.signed import sign
 from spes_p2p.errors import Refused
 from spes_p2p.messages.codec import WireError, pack, unpack
+from spes_p2p.messages.compact import compressed
 from spes_p2p.messages.consensus import CommitsRequest, Decide
-from spes_p2p.messages.methods import COMMITS, CONTROL, HISTORY, MILESTONE, PING, PROTOCOL_VERSION, ROUND
+from spes_p2p.messages.methods import COMMITS, CONTROL, HISTORY, MILESTONE, PAGE, PING, PROTOCOL_VERSION, ROUND
 from spes_p2p.messages.presence import Contact, HistoryPage, HistoryRequest, RoundRecord
 from spes_p2p.messages.refusals import Code
 from spes_p2p.messages.rounds import Announcement, Pong
@@ -162,13 +163,31 @@ def test_known_commits_given_again_and_again_end_the_paging() -> None:
 
         async def again(stream: Stream) -> None:
             asked.append(unpack(CommitsRequest, await stream.message()).after)
-            await stream.send(pack(Decide(swarm.nodes["W"].log.since(0)[:2])))
+            await stream.send(compressed(pack(Decide(swarm.nodes["W"].log.since(0)[:2]))))
 
         endpoint = RpcEndpoint(swarm.network.transport("X"), 5.0)
         await endpoint.serve(COMMITS, again)
         with pytest.raises(WireError, match="other commits"):
             await asyncio.wait_for(swarm.nodes["A"].decisions.learn_from("X", 0), 60.0)
         assert asked == [0, 2]
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize("page", [compressed(bytes(PAGE + 1)), b"no zstd frame", compressed(b"\x91\xa2no")])
+def test_a_page_that_is_too_long_or_none_is_an_error_of_who_gives_it(page: bytes) -> None:
+    async def main() -> None:
+        swarm = VirtualSwarm(campaign(total_steps=10**6))
+        swarm.start_all()
+        await swarm.until_round(1)
+
+        async def answer(stream: Stream) -> None:
+            await stream.message()
+            await stream.send(page)
+
+        await RpcEndpoint(swarm.network.transport("X"), 5.0).serve(COMMITS, answer)
+        with pytest.raises(WireError):
+            await swarm.nodes["A"].decisions.learn_from("X")
 
     run_virtual(main())
 
@@ -183,7 +202,7 @@ def test_who_gives_records_one_by_one_is_left_and_far_rounds_are_not_taken() -> 
             after = unpack(HistoryRequest, await stream.message()).after
             asked.append(after)
             records = tuple(record(after + more) for more in (1, FAR))
-            await stream.send(pack(HistoryPage(0.0, records)))
+            await stream.send(compressed(pack(HistoryPage(0.0, records))))
 
         await RpcEndpoint(network.transport("X"), 5.0).serve(HISTORY, one)
         endpoint = RpcEndpoint(network.transport("A"), 5.0)

@@ -14,6 +14,7 @@ from spes_p2p.consensus.certificate import proves
 from spes_p2p.consensus.fork import OtherBranches
 from spes_p2p.errors import Refused
 from spes_p2p.messages.codec import pack, unpack
+from spes_p2p.messages.compact import compressed
 from spes_p2p.messages.consensus import Ballot, CertifiedCommit, Commit, CommitsRequest, Decide
 from spes_p2p.messages.methods import COMMITS
 from spes_p2p.net.rpc import RpcEndpoint
@@ -147,7 +148,7 @@ class Owner:
     async def ask_in_turn(self, peer: str, method: str, body: bytes, is_patient: bool) -> bytes:
         assert method == COMMITS
         after = unpack(CommitsRequest, body).after
-        return pack(Decide(tuple(each for each in self._decided if each.commit.round > after)))
+        return compressed(pack(Decide(tuple(each for each in self._decided if each.commit.round > after))))
 
 
 class AnythingFits:

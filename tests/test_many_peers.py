@@ -22,7 +22,7 @@ from spes_p2p.messages.refusals import Code, Refusal
 from spes_p2p.net import contacts
 from spes_p2p.net.contacts import registry_key
 from spes_p2p.net.rpc import RpcEndpoint
-from spes_p2p.peer import decisions
+from spes_p2p.peer.decisions import MAX_ASKED, PAGE_SAVING
 from spes_p2p.peer.node import CONTACT_EVERY_S, CONTACTS_READ_PER_S
 from spes_p2p.rounds.checks import checkers
 from spes_p2p.rounds.digest import PIECE_ELEMENTS, state_digest
@@ -35,7 +35,7 @@ from spes_p2p.testing.virtual_loop import VirtualLoop
 
 BASE, WRONG = np.zeros(8, np.float32), np.ones(8, np.float32)
 PEERS = [f"{i:03d}" for i in range(100)]
-EMPTY_BYTES = 8
+EMPTY_BYTES = 16
 """Of an answer without commits, at most."""
 
 
@@ -327,9 +327,45 @@ def test_a_joiner_reads_the_log_from_few_peers_and_not_from_the_one_that_all_joi
         swarm.network.tap = note
         swarm.start("Z")
         await swarm.until(lambda: swarm.round_of("Z") >= 3)
-        assert asked.pop("requests") <= decisions.MAX_ASKED + 2
+        assert asked.pop("requests") <= MAX_ASKED + 2
         assert 1 <= asked.total() <= 2
         assert "W" not in asked
+
+    simulate(main)
+
+
+def test_who_starts_together_with_many_does_not_hold_the_contacts_of_all() -> None:
+    async def main() -> None:
+        swarm = VirtualSwarm(campaign(total_steps=20000))
+        swarm.start_bootstrap()
+        for number in range(48):
+            swarm.start(f"peer-{number}")
+        await swarm.until_round(2)
+        counts = sorted(swarm.network.connections.values(), reverse=True)
+        assert counts[2] <= 40, "apart from the bootstrap peer and the coordinator"
+
+    simulate(main)
+
+
+def test_a_returning_peer_gets_commits_in_a_third_of_their_bytes() -> None:
+    async def main() -> None:
+        moved, swarm = Counter[str](), VirtualSwarm(campaign(total_steps=20000))
+        swarm.start_all("ABCDE")
+        await swarm.until_round(2)
+        swarm.kill("E")
+        await swarm.until(lambda: all(swarm.round_of(name) >= 12 for name in "ABCD"))
+
+        def note(frame: Frame) -> Frame:
+            if frame.method == COMMITS and frame.is_answer and frame.receiver == "E":
+                moved[frame.sender] += len(frame.body)
+            return frame
+
+        swarm.network.tap = note
+        swarm.start_again("E")
+        await swarm.until(lambda: swarm.round_of("E") >= 12)
+        missed = len(swarm.nodes["A"].log.packed_page(2, 10))
+        assert 0 < max(moved.values()) < missed / PAGE_SAVING
+        assert moved.total() < missed, "few give them"
 
     simulate(main)
 

@@ -17,9 +17,10 @@ from hypothesis import strategies as st
 from spes_p2p.errors import PeerUnreachable, Refused
 from spes_p2p.messages import consensus, content, presence, refusals, rounds
 from spes_p2p.messages.codec import WireError, pack, unpack
+from spes_p2p.messages.compact import expanded
 from spes_p2p.messages.fields import MAX_INTERVALS, MAX_MEMBERS
 from spes_p2p.messages.framing import HEADER, IGNORABLE, MAX_FRAME_BYTES, Kind
-from spes_p2p.messages.methods import ACCEPT, ACCUSE, COMMITS, DECIDE, HISTORY, METHODS, PING, PUSH, ROUND, UPDATE
+from spes_p2p.messages.methods import ACCEPT, ACCUSE, COMMITS, DECIDE, HISTORY, METHODS, PING, PREPARE, PUSH, ROUND, UPDATE
 from spes_p2p.messages.presence import Contribution, HistoryRequest, RoundRecord
 from spes_p2p.messages.refusals import Code
 from spes_p2p.messages.rounds import Ping
@@ -301,7 +302,7 @@ def test_long_answers_to_outsiders_have_a_pace_and_newcomers_and_members_do_not_
 
         async def ask(name: str, timeout_s: float) -> int:
             asker = RpcEndpoint(host.network.transport(name), SILENCE_S)
-            return len(await asker.ask("B", HISTORY, pack(HistoryRequest(-1, 256)), timeout_s))
+            return len(expanded(await asker.ask("B", HISTORY, pack(HistoryRequest(-1, 256)), timeout_s)))
 
         async def greedy(name: str) -> None:
             while True:
@@ -817,13 +818,13 @@ def test_an_answer_of_an_outsider_is_refused_by_its_header(peer: str) -> None:
 
         async def answer(stream: Stream) -> None:
             await stream.message()
-            await stream.send(bytes(METHODS[COMMITS].outsider_bytes + 1))
+            await stream.send(bytes(METHODS[PREPARE].outsider_bytes + 1))
 
-        await RpcEndpoint(host.network.transport(peer), SILENCE_S).serve(COMMITS, answer)
-        return len(await host.endpoint.ask(peer, COMMITS, b"", 10.0))
+        await RpcEndpoint(host.network.transport(peer), SILENCE_S).serve(PREPARE, answer)
+        return len(await host.endpoint.ask(peer, PREPARE, b"", 10.0))
 
     if peer == "member":
-        assert run_virtual(main()) == METHODS[COMMITS].outsider_bytes + 1
+        assert run_virtual(main()) == METHODS[PREPARE].outsider_bytes + 1
         return
     with pytest.raises(Refused, match="at most") as refused:
         run_virtual(main())

@@ -12,6 +12,7 @@ from open_campaign import unaudited_swarm
 
 from spes_p2p.errors import Refused
 from spes_p2p.messages.codec import pack, unpack
+from spes_p2p.messages.compact import compressed
 from spes_p2p.messages.consensus import CommitsRequest, Decide
 from spes_p2p.messages.framing import Kind
 from spes_p2p.messages.methods import COMMITS, PING, ROUND
@@ -83,7 +84,8 @@ class Endless(Tamper):
             else:
                 assert message is not None
                 await asyncio.sleep(1.0)
-                await channel.send(pack(Decide(tuple(self._page(unpack(CommitsRequest, message.body).after)))))
+                page = pack(Decide(tuple(self._page(unpack(CommitsRequest, message.body).after))))
+                await channel.send(compressed(page))
             await channel.finish()
             while await channel.receive() is not None:
                 pass

@@ -18,7 +18,7 @@ from spes_p2p.messages.fields import LONGEST_WORD
 from spes_p2p.messages.methods import COMMITS
 from spes_p2p.messages.presence import PeerStatus, Probation
 from spes_p2p.net.rpc import RpcEndpoint
-from spes_p2p.net.unpacking import unpack_beside
+from spes_p2p.net.unpacking import unpack_page
 from spes_p2p.peer.milestones import fetch_milestone
 from spes_p2p.rounds.schedule import last_round
 
@@ -32,7 +32,7 @@ async def learn_commits(endpoint: RpcEndpoint, log: CommitLog, peer: str) -> Non
                 log.begin_at(milestone)
         while True:
             reply = await endpoint.ask_in_turn(peer, COMMITS, pack(CommitsRequest(log.round)))
-            found = (await unpack_beside(Decide, reply, endpoint.shares.is_known(peer))).decided
+            found = (await unpack_page(Decide, reply, endpoint.shares.is_known(peer))).decided
             if not found or found[0].commit.round > log.round + 1 or found[-1].commit.round <= log.round:
                 return
             before = log.round

@@ -83,14 +83,14 @@ def _digest(known: bytes) -> bytes:
     return hashlib.sha256(known).digest()[:KNOWN_BYTES]
 
 
-def compressed(record: bytes, known: bytes) -> bytes:
-    """Return a record's bytes compressed with these as the dictionary."""
+def compressed(record: bytes, known: bytes = b"") -> bytes:
+    """Return a record's bytes as a zstd frame that states its size. `known`: the dictionary."""
     sizes = zstandard.ZstdCompressionParameters.from_level(LEVEL, source_size=len(record), dict_size=len(known))
     body = zstandard.ZstdCompressor(compression_params=sizes, dict_data=_dictionary(known)).compress(record)
     return bytes(memoryview(body))  # a copy of its size: zstandard's own result occupies what the worst case would
 
 
-def expanded(body: bytes, known: bytes, longest: int = MAX_FRAME_BYTES) -> bytes:
+def expanded(body: bytes, known: bytes = b"", longest: int = MAX_FRAME_BYTES) -> bytes:
     """Return the record's bytes. Raises WireError, also for one of more than `longest` bytes."""
     try:
         if not 0 <= zstandard.frame_content_size(body) <= longest:

@@ -44,7 +44,7 @@ UPDATE = 2**19 + 2**12
 CHUNK = 2**18
 """Bytes of a chunk of a piece, or of a speed measurement."""
 PAGE = 5 * 2**18
-"""Bytes of a page of certified commits or round records, which its sender fills with some 1 MiB."""
+"""Bytes of a page of certified commits or round records, compressed or not; its sender fills it with some 1 MiB."""
 
 
 @dataclass(frozen=True)
@@ -90,8 +90,8 @@ METHODS = {
     for method in (
         Method(CAMPAIGN, "anybody", "CampaignRequest", "CampaignRecord", answer_bytes=WHOLE),
         Method(STATUS, "anybody", "empty", "a msgpack mapping (`PeerStatus`)", answer_bytes=LISTS),
-        Method(HISTORY, "anybody", "HistoryRequest", "HistoryPage", answer_bytes=LISTS),
-        Method(COMMITS, "members", "CommitsRequest", "Decide: certificates, at most 200", answer_bytes=WHOLE),
+        Method(HISTORY, "anybody", "HistoryRequest", "a zstd frame of a HistoryPage", answer_bytes=PAGE),
+        Method(COMMITS, "members", "CommitsRequest", "a zstd frame of a Decide: certificates, at most 200", answer_bytes=PAGE),
         Method(MILESTONE, "members", "MilestoneRequest", "Milestone", answer_bytes=WHOLE, outsider_bytes=WHOLE),
         Method(PING, "members", "Ping", "Pong"),
         Method(LEAVE, "members", "Signed with a Leave", "empty", request_bytes=WORK),

@@ -14,15 +14,20 @@ from spes_p2p.net.interfaces import Registry, Transport
 MAX_KEEPERS = 2
 """Bounds what a peer sends for each record beyond what the DHT's own nodes get."""
 
-MANY_CONTACTS, SHOWN_CONTACTS, SHOWN_S = 64, 16, 60.0
+MANY_CONTACTS, SHOWN_CONTACTS, SHOWN_S = 32, 8, 60.0
 """Among more peers than the first, nodes of the DHT have the contacts of about as many as the second, drawn anew every SHOWN_S:
 who renews its contact there every few seconds stays connected, and nodes are often behind routers at home."""
 
 
-def is_shown(peer: str, others: int, now_s: float) -> bool:
-    """Return whether a peer that found so many others keeps its contact at nodes of the DHT, too, not only at keepers."""
+def is_shown(peer: str, found: int, now_s: float) -> bool:
+    """Return whether a peer that found so many contacts keeps its own at nodes of the DHT, too, not only at keepers.
+
+    Who found none, not even its own, stores its first, as many others may at the same moment.
+    """
+    if not found:
+        return False
     drawn = int.from_bytes(sha256(f"{peer} {now_s // SHOWN_S:.0f}".encode()).digest()[:8], "big") / 2**64
-    return others <= MANY_CONTACTS or drawn * others < SHOWN_CONTACTS
+    return found <= MANY_CONTACTS or drawn * found < SHOWN_CONTACTS
 
 
 def keepers_of(genesis: Commit, joined_by: Iterable[str]) -> tuple[str, ...]:

@@ -8,6 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from spes_p2p.messages.codec import Buffer, unpack
+from spes_p2p.messages.compact import expanded
+from spes_p2p.messages.methods import PAGE
 
 Record = TypeVar("Record")
 
@@ -24,6 +26,11 @@ async def unpack_beside(cls: type[Record], data: Buffer, is_known: bool = True) 
     Raises WireError.
     """
     return await beside(len(data), unpack, cls, data, is_known=is_known)
+
+
+async def unpack_page(cls: type[Record], data: bytes, is_known: bool = True) -> Record:
+    """As `unpack_beside`, of a compressed page."""
+    return await beside(LARGE_BYTES, lambda: unpack(cls, expanded(data, longest=PAGE)), is_known=is_known)
 
 
 async def beside(size: int, read: Callable[..., Record], *args: Any, is_known: bool = True) -> Record:

@@ -17,6 +17,7 @@ from spes_p2p.consensus.output import Output
 from spes_p2p.content.relay import Relay
 from spes_p2p.errors import PeerUnreachable, Refused, UserError
 from spes_p2p.messages.codec import WireError, pack, unpack
+from spes_p2p.messages.compact import compressed
 from spes_p2p.messages.consensus import (
     Accept,
     CertifiedCommit,
@@ -36,7 +37,7 @@ from spes_p2p.messages.refusals import Code
 from spes_p2p.net.interfaces import World
 from spes_p2p.net.rpc import RpcEndpoint, Stream
 from spes_p2p.net.tasks import end_tasks
-from spes_p2p.net.unpacking import unpack_beside
+from spes_p2p.net.unpacking import unpack_beside, unpack_page
 from spes_p2p.peer.durable import open_participant, perform
 from spes_p2p.peer.milestones import fetch_milestone
 from spes_p2p.peer.validity import Validity
@@ -48,6 +49,8 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 COMMITS_PER_MESSAGE = 200
+PAGE_SAVING = 3
+"""Compression makes a page this much smaller, or more: its commits name the same peers and keys."""
 MAX_ASKED, FIRST_ASKED = 16, 2
 """Ask at most this many peers for certificates; one honest answer is enough. The first ones bring what there is, in most
 cases, so that the others need not send the same. The owner's peer is none of them: it is the only one that all joiners know."""
@@ -139,7 +142,7 @@ class Decisions:
                     raise
                 after = self.log.begins
                 continue
-            found = (await unpack_beside(Decide, reply, self._endpoint.shares.is_known(peer))).decided
+            found = (await unpack_page(Decide, reply, self._endpoint.shares.is_known(peer))).decided
             if not found:
                 return
             if any(decided.commit.round != after + 1 + place for place, decided in enumerate(found)):
@@ -264,7 +267,7 @@ class Decisions:
         if after < self.log.begins - 1:
             raise Refused(Code.NOT_HERE, f"the log begins with round {self.log.begins}")
         page = self.log.packed_page(after, COMMITS_PER_MESSAGE)
-        await stream.answer(lambda: page, len(page))
+        await stream.answer(lambda: compressed(page), len(page) // PAGE_SAVING)
 
     async def _on_milestone(self, stream: Stream) -> None:
         after, milestone = unpack(MilestoneRequest, await stream.message()).after, self.log.milestone

@@ -11,11 +11,12 @@ from itertools import pairwise
 from spes_p2p.consensus.commit_log import CommitLog
 from spes_p2p.errors import PeerUnreachable, Refused
 from spes_p2p.messages.codec import WireError, pack, unpack
+from spes_p2p.messages.compact import compressed
 from spes_p2p.messages.fields import MAX_MEMBERS, MAX_NAMES, MAX_PROMPTS
 from spes_p2p.messages.methods import HISTORY
 from spes_p2p.messages.presence import HistoryPage, HistoryRequest, RoundRecord
 from spes_p2p.net.rpc import RpcEndpoint, Stream
-from spes_p2p.net.unpacking import unpack_beside
+from spes_p2p.net.unpacking import unpack_page
 from spes_p2p.observe.history import History
 from spes_p2p.observe.rounds import Rounds
 from spes_p2p.peer.node import Node
@@ -47,7 +48,11 @@ def serving(rounds: Rounds, wall_time: Callable[[], float]) -> Callable[[Stream]
     async def on_history(stream: Stream) -> None:
         request = unpack(HistoryRequest, await stream.message())
         wanted = rounds.after(request.after, max(0, min(request.at_most, RECORDS_PER_MESSAGE)))
-        await stream.answer(lambda: pack(HistoryPage(wall_time(), _page(rounds, wanted))), RECORD_COST * len(wanted))
+
+        def page() -> bytes:
+            return compressed(pack(HistoryPage(wall_time(), _page(rounds, wanted))))
+
+        await stream.answer(page, RECORD_COST * len(wanted))
 
     return on_history
 
@@ -76,7 +81,7 @@ async def pages(endpoint: RpcEndpoint, peer: str, after: int, newest: int) -> As
         for _ in range(min(MAX_PAGES, (newest - after) // LEAST_RECORDS + 2)):
             request = pack(HistoryRequest(after, RECORDS_PER_MESSAGE))
             reply = await endpoint.ask_in_turn(peer, HISTORY, request)
-            page = await unpack_beside(HistoryPage, reply, endpoint.shares.is_known(peer))
+            page = await unpack_page(HistoryPage, reply, endpoint.shares.is_known(peer))
             numbers = [after, *(record.round for record in page.records)]
             if len(page.records) > RECORDS_PER_MESSAGE or any(a >= b for a, b in pairwise(numbers)):
                 raise WireError("a page of other records than were asked for")

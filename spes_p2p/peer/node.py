@@ -288,11 +288,11 @@ class Node:
             self._looked_up_at = now
         if is_first:  # how many others there are decides where the contact is stored
             with contextlib.suppress(PeerUnreachable):
-                await self._look_up(contact)
+                await self._look_up(contact, is_first)
         with contextlib.suppress(PeerUnreachable):
             await self.world.registry.put(key, pack(contact), CONTACT_TTL_S)
             if looks_up and (not is_first or len(self.contacts) <= FEW):  # few that start at once see each other
-                await self._look_up(contact)
+                await self._look_up(contact, is_first)
         self._observer(replace(self._seen, electorate=self.log.last.electorate))
 
     def _read_every_s(self) -> float:
@@ -302,7 +302,7 @@ class Node:
             return min(known, MAX_MEMBERS) * READ_S
         return max(known / CONTACTS_READ_PER_S, min(known, READ_AGAIN_S))
 
-    async def _look_up(self, mine: Contact) -> None:
+    async def _look_up(self, mine: Contact, is_first: bool) -> None:
         found = await find_contacts(self.world.registry, self.world.transport, self.campaign_hash)
         found[self.peer_id] = mine
         self._met = {*found, *(self._met if len(self._met) < MAX_MET else ())}
@@ -313,15 +313,16 @@ class Node:
         vouched = sum(each.is_vouched for each in trainers) if needs_vouched(self.rules.config) else None
         self._seen = PeersSeen(len(trainers), len(here) - len(trainers), tuple(here), vouched=vouched)
         self.world.rng.shuffle(taking_part)
+        reads_log = self.log.round < 0 or (is_first and self.role == "trainer")  # it starts, and asks a few others
         self.contacts = {peer: found[peer] for peer in taking_part}
-        last, control, is_new = self.log.last, self.controls.number, self.log.round < 0  # a new peer reads the log from others
+        last, control = self.log.last, self.controls.number
         says_more = [
             peer for peer, contact in self.contacts.items()
             if ((contact.round, contact.commit) != (last.round, last.id) or contact.control > control) and peer != self.peer_id
         ]
         for peer in self._best_first(says_more):
             contact = self.contacts[peer]
-            self.check_claim(peer, -1 if is_new else contact.round, contact.commit, contact.control)
+            self.check_claim(peer, -1 if reads_log else contact.round, contact.commit, contact.control)
 
     def check_claim(self, peer: str, round_number: int, commit: str = "", control: int = 0) -> None:
         """Ask a peer that claims a later round, another commit for a known one, or a newer control record, for its proof.
