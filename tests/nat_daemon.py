@@ -31,7 +31,7 @@ async def answer(net: Libp2p, order: dict[str, Any]) -> dict[str, Any]:
         net.transport.learn_addresses(peer, order["addresses"])
         try:
             channel = await net.transport.open(peer, "echo")
-            await channel.send(b"hello")
+            await channel.send(bytes(order.get("bytes", 5)))
             await channel.receive()
             channel.abort()
         except PeerUnreachable as error:

@@ -19,7 +19,7 @@ import pytest
 from network_swarm import ENVIRONMENT
 from test_memory_nat import network_of, opened
 
-from spes_p2p.testing.memory_nat import Nat
+from spes_p2p.testing.memory_nat import CIRCUIT_BYTES, Nat
 from spes_p2p.testing.simulate.namespaces import Namespaces, why_unavailable
 from spes_p2p.testing.virtual_loop import run_virtual
 
@@ -147,6 +147,12 @@ def predicted(source: str, target: str) -> bool:
 def test_the_connections_become_direct_that_do_so_in_memory(daemons: Daemons, source: str, target: str) -> None:
     assert any("p2p-circuit" in each for each in daemons.open(source, target, afresh=True))
     assert daemons.becomes_direct(source, target) == predicted(source, target)
+
+
+def test_a_relayed_connection_carries_as_much_as_in_memory(daemons: Daemons) -> None:
+    order = {"peer": daemons.ids["s2"], "addresses": daemons.addresses("s2"), "afresh": True}
+    assert daemons.order("s", **order, bytes=CIRCUIT_BYTES // 2)["error"] == ""
+    assert "broke the channel" in daemons.order("s", **order, bytes=CIRCUIT_BYTES)["error"]
 
 
 @pytest.mark.parametrize("hidden", ["c", "s"])

@@ -155,7 +155,9 @@ def test_without_a_relay_a_peer_behind_a_nat_is_a_client_only() -> None:
     run(main())
 
 
-def test_relayed_frames_take_the_relays_line_both_ways_and_count() -> None:
+def test_relayed_frames_take_the_relays_line_both_ways_and_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory_nat, "CIRCUIT_BYTES", 2**22)
+
     async def main() -> None:
         network = await network_of("ss")
         network.set_bandwidth(RELAY, up_bytes_per_s=1e6, down_bytes_per_s=4e6)

@@ -182,7 +182,7 @@ def test_a_member_gets_a_record_at_once_only_once() -> None:
     assert run_virtual(main()) > 10.0
 
 
-def test_who_has_not_read_the_plan_yet_hands_it_on_at_once_to_as_many_as_it_has_children() -> None:
+def test_who_has_not_read_the_plan_yet_hands_it_on_at_once_to_as_many_as_may_be_its_children() -> None:
     async def main() -> None:
         network = MemoryNetwork(latency_s=0.05)
         endpoint = RpcEndpoint(network.transport("C"), 5.0)
@@ -197,12 +197,31 @@ def test_who_has_not_read_the_plan_yet_hands_it_on_at_once_to_as_many_as_it_has_
             fetcher = Fetcher(RpcEndpoint(network.transport(name), 5.0))
             await asyncio.wait_for(fetcher.fetch_single(content, [fetcher.peers(["C"])]), 1.0)
 
-        for child in range(FANOUT_LARGE):
+        for child in range(FANOUT):
             await ask(f"child {child}")
         with pytest.raises(asyncio.TimeoutError):
             await ask("stranger")
 
     run_virtual(main())
+
+
+@pytest.mark.parametrize("is_stranger", [False, True])
+def test_a_slow_parent_is_waited_for_unless_it_is_a_stranger(is_stranger: bool) -> None:
+    async def main() -> float:
+        network, record = MemoryNetwork(latency_s=0.05), random.Random(0).randbytes(10**5)
+        endpoints = {name: RpcEndpoint(network.transport(name), 5.0) for name in ("C", "000", "001")}
+        relays = {name: Relay(endpoint, Fetcher(endpoint)) for name, endpoint in endpoints.items()}
+        for name, relay in relays.items():
+            endpoints[name].shares.is_known = endpoints[name].shares.is_trusted = lambda peer: False
+            relay.is_stranger = lambda peer: is_stranger
+            await relay.serve(ContentServer(endpoints[name]))
+        message_to = relays["C"].addressed(Kind.PROPOSAL, record, ["000", "001"], "")
+        network.set_bandwidth("000", 4e4, 1e9)
+        await relays["000"].received(message_to("000"), "C")
+        await relays["001"].received(message_to("001"), "C")
+        return endpoints["C"].sent["record"] / len(record)
+
+    assert round(run_virtual(main())) == is_stranger
 
 
 def test_a_record_that_nobody_has_is_an_error_after_a_bounded_time() -> None:

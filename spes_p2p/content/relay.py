@@ -32,7 +32,7 @@ TIER_SILENCES = 0.2
 """Wait for a parent for `silence_s`, and this share of it longer for each tier above: a member whose parent keeps the record to
 itself gets it from the coordinator, and its own children should not ask there, too."""
 STRANGERS_SILENCES = 0.25
-"""Wait for a parent for which the owner does not vouch for this share of `silence_s` instead: reducers wait hardly longer."""
+"""Wait for a stranger in an open campaign for this share of `silence_s` instead: reducers wait hardly longer."""
 LEAF_S = 600.0
 """A stranger whose child had to ask the coordinator for a record gets no children from it for so long."""
 WAIT_SILENCES = 3.2
@@ -54,6 +54,8 @@ class Relay:
         """Returns the bytes of a proposal that is kept here; set by the keeper, as the next one."""
         self.donors: Callable[[], Sequence[str]] = tuple
         """Returns peers that may have the last proposal."""
+        self.is_stranger: Callable[[str], bool] = lambda peer: not endpoint.shares.is_trusted(peer)
+        """Returns whether a peer may be one that keeps a record to itself on purpose; set by the node."""
         self._records: OrderedDict[str, bytes] = OrderedDict()
         self._given: dict[str, set[str]] = {}
         """By record that is held: peers that have asked for it."""
@@ -89,8 +91,8 @@ class Relay:
     ) -> Callable[[str], Message]:
         """Keep a coordinator's record; return what it sends to each peer: the record, or its hash and holders.
 
-        `plan`: id of the proposal of which most receivers have the bytes. `hidden`: receivers that nobody can dial; they are
-        parents only where the others would have more than FANOUT children.
+        `plan`: id of the proposal of which most receivers have the bytes. `hidden`: receivers that nobody can dial, or that
+        hand on nothing; they are parents only where the others would have more than FANOUT children.
         """
         me, whole = self._endpoint.peer_id, self._compact(kind, record, plan)
         others = [peer for peer in receivers if peer != me]
@@ -143,7 +145,7 @@ class Relay:
     async def _fetch(self, passed: Passed, coordinator: str) -> bytes:
         """Fetch from the parent, which waits for the record itself, or else from the coordinator."""
         content = single("record", passed.sha256.hex(), passed.sha256, MAX_FRAME_BYTES)
-        silences = 1.0 if self._endpoint.shares.is_trusted(passed.parent) else STRANGERS_SILENCES
+        silences = STRANGERS_SILENCES if self.is_stranger(passed.parent) else 1.0
         patience_s = silences * (1 + TIER_SILENCES * passed.tier) * self._endpoint.silence_s
         tiers = [PeerDonor(self._endpoint, passed.parent, patience_s)], [PeerDonor(self._endpoint, coordinator)]
         return bytes(await self._fetcher.fetch_single(content, tiers))
@@ -151,17 +153,17 @@ class Relay:
     def _is_due(self, peer: str, sha256: str) -> bool:
         """Return whether a peer gets a record at once: whom the owner vouches for always, and once each member.
 
-        Also once as many others as this peer may have children: it may not have read the plan that names them, and only the
-        round's members were told the hash.
+        Also once FANOUT others, as many as this peer may have children: it may not have read the plan that names them, and
+        only the round's members were told the hash.
         """
         shares, given = self._endpoint.shares, self._given.get(sha256, set())
         if (parent := self._parents.get(sha256, {}).get(peer)) is not None:
             self._note_kept(parent)
         if shares.is_trusted(peer):
             return True
-        is_new, (_, children) = peer not in given, _fan_out(len(self._records.get(sha256, b"")))
+        is_new = peer not in given
         given.add(peer)
-        return is_new and (shares.is_known(peer) or sum(not shares.is_known(each) for each in given) <= children)
+        return is_new and (shares.is_known(peer) or sum(not shares.is_known(each) for each in given) <= FANOUT)
 
     def _note_kept(self, parent: str) -> None:
         now = asyncio.get_running_loop().time()

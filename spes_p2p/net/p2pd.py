@@ -83,8 +83,10 @@ class Daemon(P2P):  # type: ignore[misc]
     def _make_process_args(*args: Any, **kwargs: Any) -> list[str]:
         if "trustedRelays" in kwargs:
             kwargs["relayDiscovery"] = False  # otherwise the daemon searches for other relays and does not try these
-        # p2pd would close idle connections above 512, down to 256: fewer than the members of a round.
-        kwargs.update(connHi=CONNECTIONS, connLo=CONNECTIONS // 2)
+        # p2pd would close idle connections above 512, down to 256: fewer than the members of a round. It would also start two
+        # relay services, of which the last to start counts. The one left has libp2p's bounds, 128 KiB and two minutes for each
+        # connection; the other takes 32 MiB of memory for each, and carries 4 GiB for anybody.
+        kwargs.update(connHi=CONNECTIONS, connLo=CONNECTIONS // 2, relayService=0)
         return under_guard() + list(P2P._make_process_args(*args, **kwargs))
 
     async def _add_protobuf_unary_handler(

@@ -64,7 +64,7 @@ class Coordination:
         self._order: list[str] = []
         """The plan's members in the order in which records are handed on."""
         self._hidden: Collection[str] = ()
-        """Those that nobody can dial."""
+        """Those that nobody can dial, and strangers that kept a record to themselves."""
         self._plan: asyncio.Future[Plan | CertifiedCommit] = loop.create_future()
         self._decided: asyncio.Future[CertifiedCommit] = loop.create_future()
 
@@ -78,7 +78,8 @@ class Coordination:
             commit = decided.commit
             order, hands_on = {peer: place for place, peer in enumerate(self._order)}, self._node.relay.hands_on
             receivers = sorted(commit.members, key=lambda peer: (
-                peer not in commit.electorate, peer not in commit.trusted, not hands_on(peer), order.get(peer, 0),
+                peer not in commit.electorate, peer not in commit.trusted, peer not in commit.trusted and not hands_on(peer),
+                order.get(peer, 0),
             ))
             self._decided_to = self._node.relay.addressed(Kind.DECIDED, pack(decided), receivers, commit.plan, self._hidden)
             self._decided.set_result(decided)
@@ -200,7 +201,7 @@ class Coordination:
             )
             self._node.meet_members(plan)
             self._order = self._in_order_of_trust(plan.members)
-            self._hidden = frozenset(member.peer for member in plan.members if member.bandwidth <= 0)
+            self._hidden = frozenset(member.peer for member in plan.members if not self._hands_on(member))
             self._proposal_to = self._node.relay.addressed(
                 Kind.PROPOSAL, pack(plan.proposal), self._order, self.parent.plan, self._hidden
             )
@@ -226,12 +227,13 @@ class Coordination:
         node = self._node
 
         def place(member: Member) -> tuple[bool | float, ...]:
-            if not member.is_stranger:
-                return False, member.bandwidth <= 0
-            keeps = not node.relay.hands_on(member.peer)
-            return True, keeps, member.standing == "newcomer", member.bandwidth <= 0, node.world.rng.random()
+            drawn = (member.standing == "newcomer", node.world.rng.random()) if member.is_stranger else ()
+            return member.is_stranger, not self._hands_on(member), *drawn
 
         return [member.peer for member in sorted(members, key=place)]
+
+    def _hands_on(self, member: Member) -> bool:
+        return member.bandwidth > 0 and (not member.is_stranger or self._node.relay.hands_on(member.peer))
 
     async def _make_plan(self, ballot: Ballot, control: Control | None) -> Plan:
         node, announced, left = self._node, self._members.announced, self._context.gone()

@@ -104,6 +104,7 @@ class Node:
         self._seen = PeersSeen(0, 0)
         self.content, self.fetcher = ContentServer(self.endpoint), Fetcher(self.endpoint)
         self.relay = self.decisions.relay = Relay(self.endpoint, self.fetcher)
+        self.relay.is_stranger = lambda peer: campaign.config.admission == "open" and not self._is_trusted(peer)
         self.relay.donors = self._members_first
         self.straggler_delay: deque[float] = deque(maxlen=KEPT_ARRIVALS)
         """Delays of members in the last rounds, as shares of the time that the first half took; see Proposal."""

@@ -19,9 +19,10 @@ Nat = Literal["open", "cone", "symmetric"]
 peers that dial each other at once connect. symmetric: another port for each destination, which nobody can guess."""
 
 MAX_RESERVATIONS, MAX_CIRCUITS = 128, 16
-"""Peers that a relay serves, and its relayed connections of one peer: p2pd's `relayMaxReservations` and `relayMaxCircuits`."""
-CIRCUIT_S, CIRCUIT_BYTES = 1800.0, 2**32
-"""A relay ends a relayed connection after this time, or bytes in one direction: `relayTimeLimit` and `relayDataLimit`."""
+"""Peers that a relay serves, and its relayed connections of one peer: go-libp2p's `MaxReservations` and `MaxCircuits`. Of one
+address it serves only eight (`MaxReservationsPerIP`); here each peer has its own."""
+CIRCUIT_S, CIRCUIT_BYTES = 120.0, 2**17
+"""A relay ends a relayed connection after this time, or bytes in one direction: `DefaultLimit`."""
 OBSERVERS = 4
 """A peer knows its outside address, and tries to get direct connections, once so many others saw the same one
 (`ActivationThresh` of go-libp2p's identify)."""
