@@ -92,7 +92,7 @@ def test_with_four_times_the_peers_control_takes_less_than_half_as_many_bytes_ag
     assert 0 < before < after < 1.5 * before
     for row in (few, many):
         assert int(row["rounds"]) >= 12
-        assert row["connections, most and median peer"] == f"{row['peers']}, {row['peers']}"
+        assert row["connections: owner's peer, trainer with most, median peer"] == ", ".join([row["peers"]] * 3)
         assert 0 < float(row["beyond training, s"]) < 3
     assert plot.read_bytes().startswith(b"\x89PNG")
 
