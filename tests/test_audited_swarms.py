@@ -18,6 +18,7 @@ from spes_p2p.consensus.signed import sign
 from spes_p2p.messages.audits import Audited
 from spes_p2p.messages.codec import unpack
 from spes_p2p.messages.consensus import Control, Signed
+from spes_p2p.messages.methods import PING
 from spes_p2p.messages.rounds import Announcement
 from spes_p2p.net.interfaces import World
 from spes_p2p.observe.events import PhaseAudited, PhaseTrained, StandingChanged, UpdatesClipped, VerdictsTaken
@@ -32,8 +33,10 @@ from spes_p2p.rounds.audits import (
     still_convicted,
 )
 from spes_p2p.rounds.parts import Part
+from spes_p2p.testing import memory_nat
 from spes_p2p.testing.attacks.kinds import ATTACKS, KINDS, Attack, AttackKind
 from spes_p2p.testing.attacks.tamper import Liar
+from spes_p2p.testing.memory_state import Frame
 from spes_p2p.testing.simulate import virtual
 from spes_p2p.testing.simulate.scenario import Scenario, peer_names
 from spes_p2p.testing.simulate.swarm import RecordingTrainer, VirtualSwarm, campaign, simulate
@@ -130,6 +133,45 @@ def test_a_free_rider_loses_its_work_by_two_auditors_and_an_honest_stranger_keep
         assert all(not math.isnan(audit.cosine) for each in taken for _, audit in each.audits)
         swarm.assert_same_commits()
         swarm.assert_replicas_agree()
+
+    simulate(main)
+
+
+@pytest.mark.parametrize("hidden", ["X", "XA"], ids=["the member", "both"])
+def test_who_cannot_be_dialled_fails_no_audit_for_it(monkeypatch: pytest.MonkeyPatch, hidden: str) -> None:
+    monkeypatch.setattr(memory_nat, "CIRCUIT_BYTES", 32)
+
+    async def main() -> None:
+        swarm = audited_swarm("X", vouched="AB")
+        nats = swarm.network.nats
+        nats.relays = (swarm.bootstrap,)
+        for name in hidden:
+            nats.put_behind(name, "symmetric")
+        swarm.start_all("ABX")
+
+        met, clock = dict.fromkeys("AB", -math.inf), asyncio.get_running_loop().time
+
+        def note(frame: Frame) -> Frame:
+            if frame.method == PING and frame.sender == "X" and not frame.is_answer:
+                met[frame.receiver] = clock()
+            return frame
+
+        async def close_unused() -> None:
+            """Only what it opens to meet an auditor stays: in a cell it would not push to these."""
+            while True:
+                await asyncio.sleep(0.01)
+                units = swarm.network.units
+                for auditor, at_s in met.items():
+                    if auditor not in units["X"].remotes and clock() > at_s + 30.0:
+                        nats.disconnect(units["X"], units[auditor])
+
+        swarm.network.tap = note
+        closing = asyncio.create_task(close_unused())
+        await swarm.until_round(12)
+        made_by = {name for name in "AB" if swarm.recorders[name].of(PhaseAudited)}
+        assert made_by == set("AB") - set(hidden)
+        assert {each.passed for each in audits(swarm, "X")} == {True}
+        closing.cancel()
 
     simulate(main)
 
@@ -550,7 +592,7 @@ class Inventing:
 def test_a_stranger_that_hides_a_reversed_update_as_pending_work_is_convicted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(virtual, "SYNC_STEPS", 16)
     monkeypatch.setitem(ATTACKS, "free-ride", Attack(lambda liar: Inventing().around(liar)))
-    made = Scenario(peer_names(4), 10, attackers=1, attacks=KINDS, attack="free-ride", admission="open")
+    made = Scenario(peer_names(4), 14, attackers=1, attacks=KINDS, attack="free-ride", admission="open")
     found = run_seed(made, 0)
     assert found.violations == ()
     assert found.attacked is not None

@@ -31,6 +31,7 @@ from spes_p2p.messages.fields import MAX_AUDITS
 from spes_p2p.messages.rounds import Announcement
 from spes_p2p.model.layout import Placed
 from spes_p2p.observe.events import Observer, PhaseAudited
+from spes_p2p.peer.announcing import Capacity
 from spes_p2p.peer.checking import Checking
 from spes_p2p.peer.kept_moments import PIECE_BYTES
 from spes_p2p.peer.node import Node
@@ -116,10 +117,9 @@ class Auditing:
     """One audit at a time, and the moments for the next one."""
 
     def __init__(
-        self, node: Node, replica: Replica, phases: PhaseRunner, checking: Checking, experts: int, observer: Observer
+        self, node: Node, replica: Replica, phases: PhaseRunner, checking: Checking, capacity: Capacity, observer: Observer
     ):
-        """`experts`: the most that this peer has room to train."""
-        self._checking, self._experts, self._observer = checking, experts, observer
+        self._checking, self._capacity, self._observer = checking, capacity, observer
         self._node, self._replica, self._phases, self._exchanges = node, replica, phases, replica.exchanges
         self._waiting: tuple[Case, ...] = ()
         """Drawn by one commit, in order, while none of them is audited: their moments are being fetched."""
@@ -208,7 +208,7 @@ class Auditing:
         assignment = before.assignment(peer)
         signed = next(each for each in applied.plan.proposal.announcements if each.peer == peer)
         announced = read_signed(Announcement, signed, self._node.world.identity)
-        if assignment is None or len(assignment.owned) > self._experts:
+        if assignment is None or len(assignment.owned) > self._capacity.experts:
             return None
         training, log = self._node.campaign.config.training, self._node.log
         step_tokens = training.batch_size * training.sequence_length
@@ -325,10 +325,18 @@ class Auditing:
         if not missing:
             left_out = {part.start: self._left_out(case, part) for part, _ in pushed}
             self._arrived[case] = Audit(replace(case, pushed=pushed), draft, draft, left_out)
-        elif node.log.begins <= case.round + 1 <= node.log.round and case.peer in node.log.commit_at(case.round + 1).members:
+        elif (
+            node.log.begins <= case.round + 1 <= node.log.round and case.peer in node.log.commit_at(case.round + 1).members
+            and self._can_connect(case)
+        ):
             self._conclude(case, Score(0))
         else:
             self._drop(case)  # it was away, which the next commit says (`admission.owes_an_audit`)
+
+    def _can_connect(self, case: Case) -> bool:
+        """Return whether this peer or the member can be dialled: the other one opens the connection."""
+        plan = case.results.plan
+        return self._capacity.is_dialable() or any(each.peer == case.peer and each.bandwidth > 0 for each in plan.members)
 
     async def audit(self) -> None:
         """Train the audited phase on, if its moments are here. Called between two phases of this peer."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass
 
 import numpy as np
@@ -9,7 +10,10 @@ import numpy as np
 from spes_p2p.consensus.admission import standing_of
 from spes_p2p.content.pieces import Body
 from spes_p2p.errors import Refused
+from spes_p2p.messages.codec import pack
+from spes_p2p.messages.methods import PING
 from spes_p2p.messages.refusals import Code
+from spes_p2p.messages.rounds import Ping
 from spes_p2p.peer.node import Node
 from spes_p2p.rounds.audits import KEPT_MOMENTS_ROUNDS, are_audited, auditor_of, drawn_work
 from spes_p2p.rounds.digest import content_digest
@@ -20,6 +24,7 @@ PIECE_BYTES = 2**18
 MAX_CONCURRENT_UPLOADS = KEPT_MOMENTS_ROUNDS
 """One for each auditor that may ask: an upload that outlasts a round keeps no other auditor waiting, which would fail this
 peer."""
+MEET_EVERY_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -73,13 +78,28 @@ class KeptMoments:
         """Drop what nobody may ask for any more. After a round was applied."""
         self._of_round = {number: kept for number, kept in self._of_round.items() if self._may_be_asked(number)}
 
+    def meet_auditor(self) -> None:
+        """Stay connected with the auditor of what the last round draws of this peer, after it was applied.
+
+        The auditor may not be able to dial this peer, and a relay carries less than a piece.
+        """
+        number, me = self._node.log.round, self._node.peer_id
+        auditor = auditor_of(self._node.log.last, me) if number in self._of_round and self._is_drawn(number) else None
+        if auditor is not None:
+            self._node.spawn(self._keep_meeting(auditor, number))
+
+    async def _keep_meeting(self, auditor: str, number: int) -> None:
+        while number in self._of_round:
+            await self._node.endpoint.is_there(auditor, PING, pack(Ping(-1)))
+            await asyncio.sleep(MEET_EVERY_S)
+
     def _may_be_asked(self, number: int) -> bool:
-        node, log = self._node, self._node.log
-        if number >= log.round:
-            return True
-        if number <= max(log.begins, log.round - KEPT_MOMENTS_ROUNDS):
-            return False
-        return node.peer_id in drawn_work(log.recent(number), log.services(number), node.campaign.config)
+        log = self._node.log
+        return number >= log.round or (number > max(log.begins, log.round - KEPT_MOMENTS_ROUNDS) and self._is_drawn(number))
+
+    def _is_drawn(self, number: int) -> bool:
+        log = self._node.log
+        return self._node.peer_id in drawn_work(log.recent(number), log.services(number), self._node.campaign.config)
 
     def _admit(self, peer: str, root: str) -> None:
         """Raise Refused for others than the auditor whose turn it is."""

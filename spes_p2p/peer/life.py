@@ -77,7 +77,7 @@ class Peer:
         self._guard = Guard(node, key)
         self.phases = PhaseRunner(node, self.replica, self._samples, self._reporter, observer, self._leave)
         self.checking = Checking(node, self.replica.exchanges, self.replica.validity.proofs, observer)
-        self.auditing = Auditing(node, self.replica, self.phases, self.checking, capacity.experts, observer)
+        self.auditing = Auditing(node, self.replica, self.phases, self.checking, capacity, observer)
         self.announcer = Announcer(
             node, self.replica, capacity, self._samples, self.phases, self.checking.unanswered, lambda: self.auditing.unreported
         )
@@ -244,6 +244,7 @@ class Peer:
         self._samples.decided()
         self.phases.round_applied()
         self.phases.moments.forget()
+        self.phases.moments.meet_auditor()
         if not took_part or self.replica.base.round > base.round + 1:
             self._reporter.caught_up(base.round, seconds["apply"])
         for each in applied:

@@ -141,6 +141,11 @@ class Nats:
         for circuit in [each for each in self._circuits.values() if unit is each.relay or unit in each.ends]:
             self._end(circuit)
 
+    def disconnect(self, unit: Unit, other: Unit) -> None:
+        """Close a direct connection that nothing uses."""
+        for one, end in ((unit, other), (other, unit)):
+            self._direct.get(one, set()).discard(end)
+
     def _connect(self, unit: Unit, other: Unit) -> None:
         if unit.alive and other.alive:
             self._direct.setdefault(unit, set()).add(other)
