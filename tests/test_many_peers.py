@@ -15,6 +15,7 @@ from spes_p2p.content.bases import Snapshots, collect_offers, download
 from spes_p2p.content.fetcher import FIRST_ASKED, MAX_CONCURRENT_DONORS, WIDENING, Fetcher
 from spes_p2p.content.transfer import ContentServer
 from spes_p2p.messages.codec import pack, unpack
+from spes_p2p.messages.consensus import CommitsRequest
 from spes_p2p.messages.framing import Kind
 from spes_p2p.messages.methods import COMMITS, LEAVE, PING, ROUND, SNAPSHOT
 from spes_p2p.messages.presence import Contact
@@ -22,6 +23,7 @@ from spes_p2p.messages.refusals import Code, Refusal
 from spes_p2p.net import contacts
 from spes_p2p.net.contacts import registry_key
 from spes_p2p.net.rpc import RpcEndpoint
+from spes_p2p.peer import decisions, first_base, life
 from spes_p2p.peer.decisions import MAX_ASKED, PAGE_SAVING
 from spes_p2p.peer.node import CONTACT_EVERY_S, CONTACTS_READ_PER_S
 from spes_p2p.rounds.checks import checkers
@@ -366,6 +368,38 @@ def test_a_returning_peer_gets_commits_in_a_third_of_their_bytes() -> None:
         missed = len(swarm.nodes["A"].log.packed_page(2, 10))
         assert 0 < max(moved.values()) < missed / PAGE_SAVING
         assert moved.total() < missed, "few give them"
+
+    simulate(main)
+
+
+def test_a_returning_peer_asks_few_for_what_it_missed_also_if_its_trainer_takes_long_to_make(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    begin_training = first_base.begin_training
+
+    async def slow(*args: Any) -> None:
+        await asyncio.sleep(20.0)
+        await begin_training(*args)
+
+    monkeypatch.setattr(life, "begin_training", slow)
+
+    async def main() -> None:
+        asked_after, swarm = Counter[int](), VirtualSwarm(campaign(total_steps=20000))
+        swarm.start_all("ABCDEFGH")
+        await swarm.until_round(2)
+        swarm.kill("E")
+        await swarm.until(lambda: swarm.round_of("A") >= 6)
+
+        def note(frame: Frame) -> Frame:
+            if frame.method == COMMITS and not frame.is_answer and frame.sender == "E" and frame.body:
+                asked_after[unpack(CommitsRequest, frame.body).after] += 1
+            return frame
+
+        swarm.network.tap = note
+        swarm.start_again("E")
+        known = swarm.nodes["E"].log.round
+        await swarm.until(lambda: swarm.round_of("E") >= 6)
+        assert 1 <= asked_after[known] <= decisions.FIRST_ASKED
 
     simulate(main)
 

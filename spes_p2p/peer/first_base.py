@@ -31,23 +31,24 @@ async def restore(replica: Replica, where: str) -> bool:
     return True
 
 
-async def learn_own_commit(replica: Replica) -> None:
-    """Wait until the log reaches the base, in case the log's file was damaged: other peers have the rest.
+async def learn_missed_commits(replica: Replica) -> None:
+    """Learn what was decided while this peer was away, before the next look-up asks more peers for it.
 
-    Also returns when the base's branch was given up: `advance` takes another base then.
+    Waits until the log reaches the base, in case the log's file was damaged: other peers have the rest. Also returns when the
+    base's branch was given up: `advance` takes another base then.
     """
     log, waited = replica.node.log, 0
+    await replica.newest.learn_commits()
     while replica.base.round > log.round and not log.gave_up(replica.base.commit):
-        await replica.node.decisions.learn_from_all(replica.node.sources())
-        if replica.base.round > log.round:
-            if waited % 30 == 0:
-                logger.warning(
-                    "the log of commits ends at round %d, the base is of round %d: waiting for a peer that has the rest",
-                    log.round, replica.base.round,
-                )
-            waited += 1
-            await asyncio.sleep(RETRY_S)
-            await replica.node.refresh_contacts()
+        if waited % 30 == 0:
+            logger.warning(
+                "the log of commits ends at round %d, the base is of round %d: waiting for a peer that has the rest",
+                log.round, replica.base.round,
+            )
+        waited += 1
+        await asyncio.sleep(RETRY_S)
+        await replica.node.refresh_contacts()
+        await replica.newest.learn_commits()
 
 
 async def download_base(replica: Replica, on_progress: Callable[[int, int], None]) -> None:

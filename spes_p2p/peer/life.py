@@ -22,7 +22,7 @@ from spes_p2p.peer.auditing import Auditing
 from spes_p2p.peer.checking import Checking
 from spes_p2p.peer.coordinator_service import CoordinatorService
 from spes_p2p.peer.evaluation import Evaluation, has_last_base
-from spes_p2p.peer.first_base import MakeTrainer, begin_training, download_base, learn_own_commit, restore
+from spes_p2p.peer.first_base import MakeTrainer, begin_training, download_base, learn_missed_commits, restore
 from spes_p2p.peer.guard import Guard
 from spes_p2p.peer.judging import Judge
 from spes_p2p.peer.leaving import LeaveRequest, serve_last_results, serve_until_asked_to_leave
@@ -190,7 +190,7 @@ class Peer:
             self._reporter.set_state("downloading")
             await self._leave.unless_made(download_base(self.replica, self._reporter.downloading))
         else:
-            await self._leave.unless_made(learn_own_commit(self.replica))
+            await self._leave.unless_made(learn_missed_commits(self.replica))
         if self._leave.is_made:
             return
         if self._make_trainer is not None:
@@ -198,8 +198,8 @@ class Peer:
         base = self.replica.base
         if self.node.log.has(base.commit, base.round):  # otherwise its branch was given up: another base follows
             self._reporter.restored("disk" if restored else "download")
-        if restored or self.replica.newest.asked_s() > self.node.endpoint.silence_s:
-            await self.node.decisions.learn_from_all(self.node.sources())
+        if self.replica.newest.asked_s() > self.node.endpoint.silence_s:
+            await self.replica.newest.learn_commits()
         if restored:
             await self.node.departures.come_back()
         await self._advance({})

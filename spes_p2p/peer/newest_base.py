@@ -55,10 +55,14 @@ class NewestBase:
         digest, shown = self._certified_digest(commit), node.invitation if node.is_invited(node.invitation) else None
         return await collect_offers(node.endpoint, donors, commit.id, self.elements, node.vouched, digest, shown)
 
-    async def offers_of_newest(self) -> list[Offer]:
-        """Learn the newest commit, then return the offers of its base."""
+    async def learn_commits(self) -> None:
+        """Ask other peers for the commits up to the newest one."""
         self._asked_at = asyncio.get_running_loop().time()
         await self._node.decisions.learn_from_all(self._node.sources())
+
+    async def offers_of_newest(self) -> list[Offer]:
+        """Learn the newest commit, then return the offers of its base."""
+        await self.learn_commits()
         commit = self._node.log.last
         offers = [offer for offer in await self.offers(commit) if offer.info.round == commit.round]
         if any(self._is_vouched(offer.donor) for offer in offers):
