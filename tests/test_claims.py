@@ -174,6 +174,26 @@ def test_known_commits_given_again_and_again_end_the_paging() -> None:
     run_virtual(main())
 
 
+@pytest.mark.parametrize("missed", [1, 2, 6])
+def test_a_page_of_commits_counts_for_at_least_its_bytes(missed: int) -> None:
+    async def main() -> None:
+        costs, swarm = list[int](), VirtualSwarm(campaign(total_steps=10**6))
+        swarm.start_all()
+        await swarm.until_round(8)
+        endpoint, log = swarm.nodes["A"].endpoint, swarm.nodes["A"].log
+
+        async def answer(peer: str, size: int) -> None:
+            costs.append(size)
+
+        endpoint.shares.is_trusted = lambda peer: False
+        endpoint.shares.answer = answer  # type: ignore[method-assign]
+        visitor = RpcEndpoint(swarm.network.transport("X"), 5.0)
+        page = await visitor.ask("A", COMMITS, pack(CommitsRequest(log.round - missed)), 5.0)
+        assert 0.99 * len(page) <= costs[-1] <= 1.5 * len(page)
+
+    run_virtual(main())
+
+
 @pytest.mark.parametrize("page", [compressed(bytes(PAGE + 1)), b"no zstd frame", compressed(b"\x91\xa2no")])
 def test_a_page_that_is_too_long_or_none_is_an_error_of_who_gives_it(page: bytes) -> None:
     async def main() -> None:

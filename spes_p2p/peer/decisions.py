@@ -50,7 +50,7 @@ logger = logging.getLogger(__name__)
 
 COMMITS_PER_MESSAGE = 200
 PAGE_SAVING = 3
-"""Compression makes a page this much smaller, or more: its commits name the same peers and keys."""
+"""Compression makes the commits of a page after the first this much smaller: they name the same peers and keys."""
 MAX_ASKED, FIRST_ASKED = 16, 2
 """Ask at most this many peers for certificates; one honest answer is enough. The first ones bring what there is, in most
 cases, so that the others need not send the same. The owner's peer is none of them: it is the only one that all joiners know."""
@@ -266,8 +266,8 @@ class Decisions:
         after = unpack(CommitsRequest, await stream.message()).after
         if after < self.log.begins - 1:
             raise Refused(Code.NOT_HERE, f"the log begins with round {self.log.begins}")
-        page = self.log.packed_page(after, COMMITS_PER_MESSAGE)
-        await stream.answer(lambda: compressed(page), len(page) // PAGE_SAVING)
+        page, first = self.log.packed_page(after, COMMITS_PER_MESSAGE), len(self.log.packed_page(after, 1))
+        await stream.answer(lambda: compressed(page), first + (len(page) - first) // PAGE_SAVING)
 
     async def _on_milestone(self, stream: Stream) -> None:
         after, milestone = unpack(MilestoneRequest, await stream.message()).after, self.log.milestone
