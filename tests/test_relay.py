@@ -122,6 +122,13 @@ def test_who_can_be_dialled_hands_large_records_on_to_more_where_few_can(can_be_
     assert set(parents).isdisjoint(hidden) or most == FANOUT
 
 
+def test_vouched_peers_that_cannot_be_dialled_are_no_parents_also_where_strangers_come_after_them() -> None:
+    members, record = members_of(100), random.Random(0).randbytes(LARGE_BYTES + 1)
+    vouched, hidden = members[:13], members[13:60]
+    told = map(relay_of(MemoryNetwork(), "C").addressed(Kind.PROPOSAL, record, members, "", hidden), members[1:])
+    assert {unpack(Passed, message.body).parent for message in told} == set(vouched)
+
+
 @pytest.mark.parametrize("strangers", [1, 100])
 def test_strangers_that_ask_for_records_all_the_time_take_a_tenth_of_the_line_and_members_wait_for_none(strangers: int) -> None:
     async def main() -> float:

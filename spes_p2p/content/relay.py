@@ -92,14 +92,17 @@ class Relay:
         """Keep a coordinator's record; return what it sends to each peer: the record, or its hash and holders.
 
         `plan`: id of the proposal of which most receivers have the bytes. `hidden`: receivers that nobody can dial, or that
-        hand on nothing; they are parents only where the others would have more than FANOUT children.
+        hand on nothing; as few of them are parents as can be without more than FANOUT children of another.
         """
         me, whole = self._endpoint.peer_id, self._compact(kind, record, plan)
         others = [peer for peer in receivers if peer != me]
         sha256, places = from_hex(self.keep(bytes(whole.body))), {peer: i for i, peer in enumerate(others)}
         copies, children = _fan_out(len(whole.body))
-        able = max(1, sum(peer not in hidden for peer in others))
-        children = max(children, min(FANOUT, math.ceil((len(others) - copies) / able)))
+
+        def hidden_parents(children: int) -> int:
+            return sum(peer in hidden for peer in others[: math.ceil((len(others) - copies) / children)])
+
+        children = min(range(children, FANOUT + 1), key=hidden_parents)
         parents = self._parents.setdefault(sha256.hex(), {})
 
         def message_to(peer: str) -> Message:
