@@ -13,16 +13,18 @@ from remembering_swarm import RememberingSwarm
 
 from spes_p2p.messages.codec import WireError, pack, unpack
 from spes_p2p.messages.compact import expanded
-from spes_p2p.messages.fields import LONGEST_NAME, MAX_MEMBERS, MAX_NAMES
-from spes_p2p.messages.methods import HISTORY, SPEED
+from spes_p2p.messages.fields import LONGEST_NAME, LONGEST_WORD, MAX_MEMBERS, MAX_NAMES, MAX_STAGES
+from spes_p2p.messages.methods import HISTORY, PAGE, SPEED
 from spes_p2p.messages.presence import Contribution, HistoryPage, HistoryRequest, Named
 from spes_p2p.observe.events import Evaluated, Event, PhaseTrained, RoundCommitted, RoundFailed
 from spes_p2p.observe.history import HISTORY_FILE, History, read_history
-from spes_p2p.observe.rounds import Totals, totals_of
+from spes_p2p.observe.rounds import Rounds, Totals, totals_of
 from spes_p2p.peer.history_sync import (
     CONTRIBUTIONS_PER_MESSAGE,
+    LEAST_RECORDS,
     NAME_WEIGHT,
     RECORDS_PER_MESSAGE,
+    _page,
     pages,
 )
 from spes_p2p.testing.simulate.swarm import simulate
@@ -214,16 +216,28 @@ def test_a_peer_answers_at_most_a_message_of_records(tmp_path: Path) -> None:
 
         history.add([replace(first, round=number) for number in range(10, 10 + 2 * RECORDS_PER_MESSAGE)])
         assert await asked(9) == list(range(10, 10 + RECORDS_PER_MESSAGE))
-        history.add([replace(first, round=number, contributions=many, names=()) for number in range(1000, 1001 + 2 * fitting)])
+        full = replace(first, contributions=many, names=(), seconds=())
+        history.add([replace(full, round=number) for number in range(1000, 1001 + 2 * fitting)])
         assert await asked(999) == list(range(1000, 1000 + fitting))
         heard = [page.records[-1].round async for page in pages(node.endpoint, "A", 999, 10**6)]
         called = tuple(Named(f"peer-{i:050}", "東" * LONGEST_NAME, "京" * LONGEST_NAME) for i in range(MAX_NAMES))
-        named = replace(first, contributions=(), names=called)
+        named = replace(first, contributions=(), names=called, seconds=())
         history.add([replace(named, round=number) for number in range(9000, 9000 + RECORDS_PER_MESSAGE)])
         assert await asked(8999) == list(range(9000, 9000 + CONTRIBUTIONS_PER_MESSAGE // NAME_WEIGHT // MAX_NAMES))
         assert heard == [999 + fitting, 999 + 2 * fitting, 1000 + 2 * fitting]
 
     simulate(main)
+
+
+def test_a_page_has_room_for_records_with_the_longest_fields(tmp_path: Path) -> None:
+    (record,) = history_after(tmp_path, FIRST, commit(1)).rounds.records[:1]
+    stages = tuple(("東" * (LONGEST_WORD - 2) + f"{number:02d}", 1.0) for number in range(MAX_STAGES))
+    rounds = Rounds("A")
+    for number in range(RECORDS_PER_MESSAGE):
+        rounds.add(replace(record, round=number, seconds=stages))
+    page = _page(rounds, list(range(RECORDS_PER_MESSAGE)))
+    assert len(page) >= LEAST_RECORDS
+    assert len(pack(HistoryPage(0.0, page))) < PAGE
 
 
 def test_a_bandwidth_test_is_no_traffic_of_a_round(tmp_path: Path) -> None:

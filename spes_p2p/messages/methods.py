@@ -90,8 +90,8 @@ METHODS = {
     for method in (
         Method(CAMPAIGN, "anybody", "CampaignRequest", "CampaignRecord", answer_bytes=WHOLE),
         Method(STATUS, "anybody", "empty", "a msgpack mapping (`PeerStatus`)", answer_bytes=LISTS),
-        Method(HISTORY, "anybody", "HistoryRequest", "a zstd frame of a HistoryPage", answer_bytes=PAGE),
-        Method(COMMITS, "members", "CommitsRequest", "a zstd frame of a Decide: certificates, at most 200", answer_bytes=PAGE),
+        Method(HISTORY, "anybody", "HistoryRequest", "a zstd frame of a HistoryPage", answer_bytes=LISTS),
+        Method(COMMITS, "members", "CommitsRequest", "a zstd frame of a Decide: certificates, at most 200", answer_bytes=WHOLE),
         Method(MILESTONE, "members", "MilestoneRequest", "Milestone", answer_bytes=WHOLE, outsider_bytes=WHOLE),
         Method(PING, "members", "Ping", "Pong"),
         Method(LEAVE, "members", "Signed with a Leave", "empty", request_bytes=WORK),

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from spes_p2p.messages.codec import Buffer, unpack
 from spes_p2p.messages.compact import expanded
+from spes_p2p.messages.framing import MAX_FRAME_BYTES
 from spes_p2p.messages.methods import PAGE
 
 Record = TypeVar("Record")
@@ -29,8 +30,9 @@ async def unpack_beside(cls: type[Record], data: Buffer, is_known: bool = True) 
 
 
 async def unpack_page(cls: type[Record], data: bytes, is_known: bool = True) -> Record:
-    """As `unpack_beside`, of a compressed page."""
-    return await beside(LARGE_BYTES, lambda: unpack(cls, expanded(data, longest=PAGE)), is_known=is_known)
+    """As `unpack_beside`, of a compressed page, which is no longer than an uncompressed one may be."""
+    longest = MAX_FRAME_BYTES if is_known else PAGE
+    return await beside(LARGE_BYTES, lambda: unpack(cls, expanded(data, longest=longest)), is_known=is_known)
 
 
 async def beside(size: int, read: Callable[..., Record], *args: Any, is_known: bool = True) -> Record:

@@ -12,7 +12,7 @@ from spes_p2p.consensus.commit_log import CommitLog
 from spes_p2p.errors import PeerUnreachable, Refused
 from spes_p2p.messages.codec import WireError, pack, unpack
 from spes_p2p.messages.compact import compressed
-from spes_p2p.messages.fields import MAX_MEMBERS, MAX_NAMES, MAX_PROMPTS
+from spes_p2p.messages.fields import LONGEST_WORD, MAX_MEMBERS, MAX_NAMES, MAX_PROMPTS, MAX_STAGES
 from spes_p2p.messages.methods import HISTORY
 from spes_p2p.messages.presence import HistoryPage, HistoryRequest, RoundRecord
 from spes_p2p.net.rpc import RpcEndpoint, Stream
@@ -29,7 +29,11 @@ NAME_WEIGHT = 4
 """A name with its team is at most as long as this many contributions."""
 CONTINUATION_WEIGHT = 23
 """The same of a continuation: 400 characters of four bytes."""
-LEAST_RECORDS = CONTRIBUTIONS_PER_MESSAGE // (MAX_MEMBERS + NAME_WEIGHT * MAX_NAMES + CONTINUATION_WEIGHT * MAX_PROMPTS)
+CHARACTERS = 16
+"""So many characters of stages' names are as long as a contribution."""
+LEAST_RECORDS = CONTRIBUTIONS_PER_MESSAGE // (
+    MAX_MEMBERS + NAME_WEIGHT * MAX_NAMES + CONTINUATION_WEIGHT * MAX_PROMPTS + MAX_STAGES * LONGEST_WORD // CHARACTERS
+)
 """Records that fit in a page whatever the size of the swarm."""
 MAX_PAGES = 2**12
 """Bounds the pages from one peer, whatever round it claims to know."""
@@ -69,7 +73,8 @@ def _page(rounds: Rounds, wanted: list[int]) -> tuple[RoundRecord, ...]:
 
 def _size(record: RoundRecord) -> int:
     """In contributions."""
-    return len(record.contributions) + NAME_WEIGHT * len(record.names) + CONTINUATION_WEIGHT * len(record.continuations)
+    of_members = len(record.contributions) + NAME_WEIGHT * len(record.names) + CONTINUATION_WEIGHT * len(record.continuations)
+    return of_members + sum(len(stage) for stage, _ in record.seconds) // CHARACTERS
 
 
 async def pages(endpoint: RpcEndpoint, peer: str, after: int, newest: int) -> AsyncIterator[HistoryPage]:
