@@ -175,7 +175,7 @@ def test_known_commits_given_again_and_again_end_the_paging() -> None:
 
 
 @pytest.mark.parametrize("missed", [1, 2, 6])
-def test_a_page_of_commits_counts_for_at_least_its_bytes(missed: int) -> None:
+def test_a_page_of_commits_counts_for_at_least_its_bytes(monkeypatch: pytest.MonkeyPatch, missed: int) -> None:
     async def main() -> None:
         costs, swarm = list[int](), VirtualSwarm(campaign(total_steps=10**6))
         swarm.start_all()
@@ -186,7 +186,7 @@ def test_a_page_of_commits_counts_for_at_least_its_bytes(missed: int) -> None:
             costs.append(size)
 
         endpoint.shares.is_trusted = lambda peer: False
-        endpoint.shares.answer = answer  # type: ignore[method-assign]
+        monkeypatch.setattr(endpoint.shares, "answer", answer)
         visitor = RpcEndpoint(swarm.network.transport("X"), 5.0)
         page = await visitor.ask("A", COMMITS, pack(CommitsRequest(log.round - missed)), 5.0)
         assert 0.99 * len(page) <= costs[-1] <= 1.5 * len(page)

@@ -22,7 +22,7 @@ who renews its contact there every few seconds stays connected, and nodes are of
 def is_shown(peer: str, found: int, now_s: float) -> bool:
     """Return whether a peer that found so many contacts keeps its own at nodes of the DHT, too, not only at keepers.
 
-    Who found none, not even its own, stores its first, as many others may at the same moment.
+    One that found none, not even its own, has just started, and many others may have at the same moment.
     """
     if not found:
         return False

@@ -25,6 +25,7 @@ MAX_CONCURRENT_UPLOADS = KEPT_MOMENTS_ROUNDS
 """One for each auditor that may ask: an upload that outlasts a round keeps no other auditor waiting, which would fail this
 peer."""
 MEET_EVERY_S = 5.0
+"""Connections are closed once they were unused for 30 s (`net/connections.py`)."""
 
 
 @dataclass(frozen=True)
