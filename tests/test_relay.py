@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from spes_p2p.content.fetcher import Fetcher
 from spes_p2p.content.pieces import single
-from spes_p2p.content.relay import FANOUT, FANOUT_LARGE, KEPT_RECORDS, LARGE_BYTES, Relay
+from spes_p2p.content.relay import COPIES_BYTES, FANOUT, FANOUT_LARGE, KEPT_RECORDS, LARGE_BYTES, Relay
 from spes_p2p.content.transfer import ContentServer
 from spes_p2p.errors import PeerUnreachable, Refused
 from spes_p2p.messages.codec import pack, unpack
@@ -25,7 +25,7 @@ from spes_p2p.net.shares import ANSWERS_BITS, Shares
 from spes_p2p.testing.memory_network import MemoryNetwork
 from spes_p2p.testing.virtual_loop import run_virtual
 
-RECORD = Message(bytes(range(256)), Kind.PROPOSAL)
+RECORD = Message(random.Random(0).randbytes(5000), Kind.PROPOSAL)
 
 
 def members_of(count: int) -> list[str]:
@@ -78,6 +78,12 @@ def test_every_living_member_gets_the_record(count: int, data: st.DataObject) ->
 def test_the_coordinator_sends_the_record_to_a_few_only() -> None:
     _, sent = run_virtual(spread(150, set(), set()))
     assert sent < FANOUT * len(RECORD.body) + 150 * 90
+
+
+def test_all_members_of_a_small_round_get_short_records_from_the_coordinator() -> None:
+    members, record = members_of(32), bytes(RECORD.body[: COPIES_BYTES // 32])
+    told = map(relay_of(MemoryNetwork(), "C").addressed(Kind.PROPOSAL, record, members, ""), members)
+    assert {message.kind for message in told} == {Kind.PROPOSAL}
 
 
 def test_a_large_record_goes_to_one() -> None:
@@ -234,10 +240,10 @@ def test_a_slow_parent_is_waited_for_unless_it_is_a_stranger(is_stranger: bool) 
 def test_a_record_that_nobody_has_is_an_error_after_a_bounded_time() -> None:
     async def main() -> None:
         network = MemoryNetwork(latency_s=0.05)
-        member = relay_of(network, "009")
-        message = relay_of(network, "C").addressed(Kind.PROPOSAL, bytes(RECORD.body), members_of(10), "")("009")
+        member = relay_of(network, "039")
+        message = relay_of(network, "C").addressed(Kind.PROPOSAL, bytes(RECORD.body), members_of(40), "")("039")
         with pytest.raises(PeerUnreachable):
-            await network.run_peer("009", member.received(message, "C"))
+            await network.run_peer("039", member.received(message, "C"))
         assert asyncio.get_running_loop().time() < 30
 
     run_virtual(main())

@@ -64,6 +64,7 @@ def test_friends_that_were_slow_hand_on_records_nevertheless_and_those_behind_na
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(relay, "FANOUT", 2)
+    monkeypatch.setattr(relay, "COPIES_BYTES", 0)
 
     async def main() -> None:
         swarm, names = VirtualSwarm(campaign(total_steps=20000)), [f"{number:02d}" for number in range(24)]

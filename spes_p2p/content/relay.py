@@ -1,8 +1,9 @@
 """Fan-out of a round's records (plan, decided commit, request for votes) over a tree of its receivers, in compact form.
 
-The coordinator sends a record to the first FANOUT receivers, a large one to the first receiver only. Every other one gets its
-hash and the name of its parent in the tree, fetches the record there, and falls back to the coordinator. A receiver has at most
-FANOUT children, or FANOUT_LARGE; more of a large record, up to FANOUT, where few receivers can be dialled.
+The coordinator sends a record to the first FANOUT receivers, in a small round to all, and a large one to the first receiver
+only. Every other one gets its hash and the name of its parent in the tree, fetches the record there, and falls back to the
+coordinator. A receiver has at most FANOUT children, or FANOUT_LARGE; more of a large record, up to FANOUT, where few receivers
+can be dialled.
 """
 
 from __future__ import annotations
@@ -28,6 +29,9 @@ FANOUT, FANOUT_LARGE = 8, 2
 LARGE_BYTES = 2**14
 """Records above this size are large: FANOUT copies of them, one after the other, take longer than another tier. Two copies
 instead of one would save some 0.1 s (docs/scaling.md), and double what the coordinator sends."""
+COPIES_BYTES = FANOUT * LARGE_BYTES
+"""All receivers get a record from the coordinator if their copies take at most so many bytes, as in rounds of some thirty
+members: who asks a parent has it two or three round trips later, and holds up the round."""
 TIER_SILENCES = 0.2
 """Wait for a parent for `silence_s`, and this share of it longer for each tier above: a member whose parent keeps the record to
 itself gets it from the coordinator, and its own children should not ask there, too."""
@@ -97,10 +101,10 @@ class Relay:
         me, whole = self._endpoint.peer_id, self._compact(kind, record, plan)
         others = [peer for peer in receivers if peer != me]
         sha256, places = from_hex(self.keep(bytes(whole.body))), {peer: i for i, peer in enumerate(others)}
-        copies, children = _fan_out(len(whole.body))
+        copies, children = _fan_out(len(whole.body), len(others))
 
         def hidden_parents(children: int) -> int:
-            return sum(peer in hidden for peer in others[: math.ceil((len(others) - copies) / children)])
+            return sum(peer in hidden for peer in others[: math.ceil(max(0, len(others) - copies) / children)])
 
         children = min(range(children, FANOUT + 1), key=hidden_parents)
         parents = self._parents.setdefault(sha256.hex(), {})
@@ -185,9 +189,11 @@ class Relay:
         return self._records[sha256] if index == 0 else None
 
 
-def _fan_out(size: int) -> tuple[int, int]:
+def _fan_out(size: int, receivers: int) -> tuple[int, int]:
     """Return how many receivers get a record of this size from the coordinator, and from each receiver."""
-    return (FANOUT, FANOUT) if size <= LARGE_BYTES else (1, FANOUT_LARGE)
+    if size > LARGE_BYTES:
+        return 1, FANOUT_LARGE
+    return max(FANOUT, receivers) if size * receivers <= COPIES_BYTES else FANOUT, FANOUT
 
 
 def _tier(index: int, copies: int, children: int) -> int:

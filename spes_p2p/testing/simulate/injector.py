@@ -127,7 +127,7 @@ class Injector:
         return self._rng.choice(self._view(0).trainers or tuple(self._swarm.peers) or (BOOTSTRAP,))
 
     def _possible(self, fault: Fault, victims: Sequence[str]) -> bool:
-        """Return whether all victims are present, and a random fault leaves two trainers unaffected."""
+        """Return whether all victims are present, and a random fault leaves two trainers and an open campaign's owner."""
         if fault.kind == "join":
             return victims[0] not in self._swarm.machines
         there = all(victim in self._swarm.nodes and victim not in self._held for victim in victims)
@@ -135,6 +135,8 @@ class Injector:
             return False
         if fault.kind == "disconnect" and not self._others_there(victims[0]):
             return False
+        if fault.kind == "kill" and not fault.is_scripted and BOOTSTRAP in victims and self._scenario.admission == "open":
+            return False  # the only elector, where nobody else that the owner vouches for can be dialled
         left_alone = set(self._view(0).trainers) - set(victims)
         return fault.is_scripted or fault.kind in HARMLESS or len(left_alone) >= 2
 
