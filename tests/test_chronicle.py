@@ -1,7 +1,8 @@
-"""Every peer can tell of every round: those it was in, and those before it came, as others told it."""
+"""Peers can tell of rounds that they were in, and of those before they came, as others told them."""
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import math
 from dataclasses import replace
@@ -19,6 +20,7 @@ from spes_p2p.messages.presence import Contribution, HistoryPage, HistoryRequest
 from spes_p2p.observe.events import Evaluated, Event, PhaseTrained, RoundCommitted, RoundFailed
 from spes_p2p.observe.history import HISTORY_FILE, History, read_history
 from spes_p2p.observe.rounds import Rounds, Totals, totals_of
+from spes_p2p.peer import history_sync
 from spes_p2p.peer.history_sync import (
     CONTRIBUTIONS_PER_MESSAGE,
     LEAST_RECORDS,
@@ -133,6 +135,26 @@ def test_a_record_that_no_peer_would_write_is_refused(tmp_path: Path, change: di
 
 
 # In a swarm --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_trainer_fetches_the_last_rounds_only_and_a_helper_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(history_sync, "FETCHED_ROUNDS", 3)
+    monkeypatch.setattr(history_sync, "LOOK_BACK", 0)
+
+    async def main() -> None:
+        swarm = RememberingSwarm(tmp_path, total_steps=100)
+        await swarm.begin()
+        await swarm.until_round(6)
+        for number in range(3):
+            del swarm.histories["W"].rounds._records[number]
+        await swarm.join("D")
+        await swarm.until(lambda: "D" in swarm.nodes and swarm.round_of("D") >= 8)
+        await asyncio.sleep(5.0)
+        assert min(swarm.records("D")) > 0
+        assert swarm.records("D").keys() >= {*range(min(swarm.records("D")), 9)}
+        assert swarm.records("W").keys() >= {*range(9)}
+
+    simulate(main)
 
 
 @pytest.mark.long
