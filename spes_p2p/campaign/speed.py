@@ -1,6 +1,7 @@
 """Estimated time of a training step in one setup, to compare the setups of one peer.
 
-**None of this was measured on a GPU.** The estimate for a step of n passes over t tokens each:
+**The assumed card was never measured.** docs/memory.md compares the estimate with steps on an H100, which waits for the host in
+small passes; that is left out. For a step of n passes over t tokens each:
 
     n (flops(t) / FLOPS + weight traffic / MEMORY_BYTES + copies that show) + optimizer traffic / MEMORY_BYTES + sum
 
