@@ -148,11 +148,13 @@ def test_a_trainer_fetches_the_last_rounds_only_and_a_helper_all(tmp_path: Path,
         for number in range(3):
             del swarm.histories["W"].rounds._records[number]
         await swarm.join("D")
+        await swarm.join_as_helper("H")
         await swarm.until(lambda: "D" in swarm.nodes and swarm.round_of("D") >= 8)
         await asyncio.sleep(5.0)
         assert min(swarm.records("D")) > 0
         assert swarm.records("D").keys() >= {*range(min(swarm.records("D")), 9)}
-        assert swarm.records("W").keys() >= {*range(9)}
+        for helper in "WH":
+            assert swarm.records(helper).keys() >= {*range(9)}
 
     simulate(main)
 
