@@ -124,8 +124,11 @@ async def _ask_others(node: Node, history: History, hearsay: Hearsay, wanted: li
     for peer in sorted(node.others(), key=lambda peer: (peer not in helpers, peer not in electors)):
         async for page in pages(node.endpoint, peer, max(-1, wanted[0] - 1 - LOOK_BACK), node.log.round):
             history.add(filter(None, (hearsay.believed(peer, record) for record in page.records)))
-            if not history.rounds.missing(wanted):
+            missing = history.rounds.missing(wanted)
+            if not missing:
                 return
+            if page.records[-1].round >= missing[-1]:
+                break
 
 
 def _has_record(log: CommitLog, round_number: int) -> bool:
