@@ -61,6 +61,14 @@ class RememberingSwarm(VirtualSwarm):
         self.start(name)
         await self.attach(name)
 
+    async def join_as_helper(self, name: str) -> None:
+        """Start another bootstrap peer, which the genesis commit does not name."""
+        first, self.bootstrap = self.bootstrap, name
+        self.prepare(name)
+        self.start_bootstrap()
+        self.bootstrap = first
+        await self.attach(name)
+
     async def restart_damaged(self, name: str, marked: bytes) -> None:
         """Restart it on a journal in which the lines that contain this are damaged."""
         self.kill(name)

@@ -16,7 +16,7 @@ from spes_p2p.messages.codec import WireError, pack, unpack
 from spes_p2p.messages.compact import expanded
 from spes_p2p.messages.fields import LONGEST_NAME, LONGEST_WORD, MAX_MEMBERS, MAX_NAMES, MAX_STAGES
 from spes_p2p.messages.methods import HISTORY, PAGE, SPEED
-from spes_p2p.messages.presence import Contribution, HistoryPage, HistoryRequest, Named
+from spes_p2p.messages.presence import Contribution, HistoryPage, HistoryRequest, Named, RoundRecord
 from spes_p2p.observe.events import Evaluated, Event, PhaseTrained, RoundCommitted, RoundFailed
 from spes_p2p.observe.history import HISTORY_FILE, History, read_history
 from spes_p2p.observe.rounds import Rounds, Totals, totals_of
@@ -148,11 +148,40 @@ def test_a_trainer_fetches_the_last_rounds_only_and_a_helper_all(tmp_path: Path,
         for number in range(3):
             del swarm.histories["W"].rounds._records[number]
         await swarm.join("D")
+        await swarm.join_as_helper("H")
         await swarm.until(lambda: "D" in swarm.nodes and swarm.round_of("D") >= 8)
         await asyncio.sleep(5.0)
         assert min(swarm.records("D")) > 0
         assert swarm.records("D").keys() >= {*range(min(swarm.records("D")), 9)}
-        assert swarm.records("W").keys() >= {*range(9)}
+        for helper in "WH":
+            assert swarm.records(helper).keys() >= {*range(9)}
+
+    simulate(main)
+
+
+def test_who_lacks_rounds_that_nobody_has_does_not_read_the_later_ones_of_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(history_sync, "RECORDS_PER_MESSAGE", 1)
+    monkeypatch.setattr(history_sync, "LEAST_RECORDS", 1)
+    told, page_of = list[int](), _page
+
+    def page(rounds: Rounds, wanted: list[int]) -> tuple[RoundRecord, ...]:
+        told.extend(wanted)
+        return page_of(rounds, wanted)
+
+    monkeypatch.setattr(history_sync, "_page", page)
+
+    async def main() -> None:
+        swarm = RememberingSwarm(tmp_path, total_steps=100)
+        await swarm.begin()
+        await swarm.until_round(6)
+        told.clear()
+        for history in swarm.histories.values():
+            del history.rounds._records[1]
+        await asyncio.sleep(8.0)
+        assert told
+        assert max(told) == 2
 
     simulate(main)
 

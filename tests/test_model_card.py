@@ -57,6 +57,14 @@ def test_the_card_names_what_the_owner_ordered_up_to_its_round() -> None:
     assert "owner" not in card_files(origin())[CARD_FILE]
 
 
+def test_the_card_says_that_contributions_are_not_all_where_records_are_missing() -> None:
+    records = synthetic_swarm(3, 4, 12).records
+    first = sum(record.tokens for record in records[:5])
+    card = card_files(origin_of(CAMPAIGN, 12, "d" * 64, records[5:]))[CARD_FILE]
+    assert f"Rounds with {first:,} tokens are left out" in card
+    assert "left out" not in card_files(origin())[CARD_FILE]
+
+
 def test_base_0_is_of_round_0() -> None:
     assert "| round | 0 of 8 |" in card_files(origin_of(CAMPAIGN, BEFORE_TRAINING, "d" * 64, ()))[CARD_FILE]
 

@@ -130,7 +130,7 @@ def model_card(origin: Origin, dtype: ExportDtype = "fp32") -> str:
             f"The weights are the {precision} that the swarm committed in this round{terms}.", "",
             *_table(origin), "",
             *_orders(origin),
-            *_contributors(origin.totals), "",
+            *_contributors(origin), "",
             "## Use", "", "```python", "from transformers import AutoModelForCausalLM, AutoTokenizer", "",
             'model = AutoModelForCausalLM.from_pretrained("PATH")',
             'tokenizer = AutoTokenizer.from_pretrained("PATH")', "```", "",
@@ -233,8 +233,15 @@ def _orders(origin: Origin) -> list[str]:
             *rows, ""]
 
 
-def _contributors(totals: Totals) -> list[str]:
+def told_missing(origin: Origin) -> str:
+    """Return a sentence on the tokens of rounds whose records are missing; empty if none are."""
+    missing = origin.record.total_tokens - origin.totals.tokens if origin.record else 0
+    return f" Rounds with {missing:,} tokens are left out: their records are missing." if missing > 0 else ""
+
+
+def _contributors(origin: Origin) -> list[str]:
     """Return one row per peer, by decreasing tokens."""
+    totals = origin.totals
     if not totals.contributions:
         return ["No queried peer has a record of the contributions."]
 
@@ -250,7 +257,7 @@ def _contributors(totals: Totals) -> list[str]:
     return [
         f"## Contributions up to round {totals.round}", "",
         "Tokens count training whose updates are in the base; expert-steps are local steps times experts trained in them. "
-        "Peers choose names and teams themselves.", "",
+        f"Peers choose names and teams themselves.{told_missing(origin)}", "",
         "| peer | name | team | tokens | share | expert-steps |", "|---|---|---|---|---|---|", *map(row, totals.ranked()),
         *of_teams,
     ]

@@ -18,7 +18,16 @@ import yaml
 
 from spes_p2p import __version__
 from spes_p2p.campaign.files import read_run_dir
-from spes_p2p.client.model_card import EVALUATION_COLUMNS, Origin, conditions, facts, origin_of, task_metrics, told_orders
+from spes_p2p.client.model_card import (
+    EVALUATION_COLUMNS,
+    Origin,
+    conditions,
+    facts,
+    origin_of,
+    task_metrics,
+    told_missing,
+    told_orders,
+)
 from spes_p2p.errors import UserError
 from spes_p2p.messages.presence import RoundRecord
 from spes_p2p.observe.events import Controlled, Event, RoundCommitted, TasksEvaluated
@@ -124,7 +133,8 @@ def _contributors(origin: Origin) -> str:
     teams = [(team, str(peers), *share(tokens)) for team, peers, tokens in totals.teams()]
     of_teams = _table(("team", "peers", "tokens", "share"), teams) if teams else ""
     note = ("<p>From the certified commits, as this peer recorded them or took them over from others: tokens whose updates are "
-            "in the base, and local steps times the experts trained in them. Peers choose names and teams themselves.</p>")
+            "in the base, and local steps times the experts trained in them. Peers choose names and teams themselves."
+            f"{told_missing(origin)}</p>")
     return note + _table(("peer", "name", "team", "tokens", "share", "expert-steps"), rows) + of_teams if rows else ""
 
 

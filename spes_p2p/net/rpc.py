@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 from spes_p2p.errors import PeerUnreachable, Refused, UserError
 from spes_p2p.messages.codec import WireError, pack
 from spes_p2p.messages.framing import IGNORABLE, Kind, Message
-from spes_p2p.messages.methods import METHODS, UNBOUNDED, Method
+from spes_p2p.messages.methods import METHODS, ROUND, UNBOUNDED, Method
 from spes_p2p.messages.refusals import Code
 from spes_p2p.net.detector import CLOCK_ERROR_S, SilenceDetector
 from spes_p2p.net.heartbeats import Heartbeats
@@ -486,7 +486,7 @@ class RpcEndpoint:
 
         def count(sent: int, received: int, began_s: float) -> None:
             self.detector.moved(max(sent, received), clock())
-            if sent:
+            if sent and method != ROUND:  # a coordinator's copies of a record are no stretch that shows how fast the line is
                 self.upload.count(sent, began_s, clock())
             self.sent[method] += sent
             self.received[method] += received

@@ -40,7 +40,7 @@ MAX_PAGES = 2**12
 RECORD_COST = 2**11
 """Bytes of a stranger's turn that a record counts for, before it is read: as many as one of 30 members has."""
 FETCHED_ROUNDS = 2**12
-"""A trainer fetches the records of so many of the last rounds, 8 MB with 256 members. The owner's helpers fetch all."""
+"""A trainer fetches the records of so many of the last rounds, 8 MB with 256 members. Helpers fetch all."""
 ASK_EVERY_S = 1.0
 LOOK_BACK = 2
 """Ask again for this many rounds before the first missing one: their held-out loss arrived later."""
@@ -104,7 +104,7 @@ async def fill_history(node: Node, history: History) -> None:
     rounds, hearsay = history.rounds, Hearsay(node.log, node.campaign.config)
     given_up: set[int] = set()
     while True:
-        keeps_all = node.peer_id in node.log.last.helpers
+        keeps_all = node.role == "helper"
         newest = min(rounds.newest, node.log.round)
         known = range(0 if keeps_all else max(0, newest + 1 - FETCHED_ROUNDS), newest + 1)
         wanted = [r for r in rounds.missing(known) if r not in given_up and _has_record(node.log, r)]
@@ -124,8 +124,11 @@ async def _ask_others(node: Node, history: History, hearsay: Hearsay, wanted: li
     for peer in sorted(node.others(), key=lambda peer: (peer not in helpers, peer not in electors)):
         async for page in pages(node.endpoint, peer, max(-1, wanted[0] - 1 - LOOK_BACK), node.log.round):
             history.add(filter(None, (hearsay.believed(peer, record) for record in page.records)))
-            if not history.rounds.missing(wanted):
+            missing = history.rounds.missing(wanted)
+            if not missing:
                 return
+            if page.records[-1].round >= missing[-1]:
+                break
 
 
 def _has_record(log: CommitLog, round_number: int) -> bool:
