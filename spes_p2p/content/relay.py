@@ -31,8 +31,8 @@ LARGE_BYTES = 2**14
 instead of one would save some 0.1 s (docs/scaling.md), and double what the coordinator sends."""
 COPIES_BYTES = 2**16
 """All receivers get a short record from the coordinator if their copies take at most so many bytes, as in rounds of some twenty
-members: who asks a parent has it two or three round trips later, and holds up the round. Twice as many took an upload of 1 Mbit/s
-so long that the next coordinator had the commit too late."""
+members: who asks a parent has it two or three round trips later, and holds up the round. Twice as many bytes took an upload of
+1 Mbit/s so long that the next coordinator had the commit too late."""
 TIER_SILENCES = 0.2
 """Wait for a parent for `silence_s`, and this share of it longer for each tier above: a member whose parent keeps the record to
 itself gets it from the coordinator, and its own children should not ask there, too."""
