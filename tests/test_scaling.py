@@ -84,16 +84,17 @@ def test_between_two_sites_a_copy_crosses_at_least_and_at_most_what_a_plan_witho
 def test_with_four_times_the_peers_control_takes_less_than_half_as_many_bytes_again(tmp_path: Path) -> None:
     plot, folder = tmp_path / "growth.png", tmp_path / "empty"
     folder.mkdir()
-    few, many = table(folder, "growth", "--most-peers", "16", "--plot", str(plot))
-    assert (few["peers"], many["peers"]) == ("4", "16")
+    rows = table(folder, "growth", "--most-peers", "64", "--plot", str(plot))
+    assert [row["peers"] for row in rows] == ["4", "16", "64"]
     before, after = (
-        int(row["control bytes of the peer that sends most: median round"].replace(",", "")) for row in (few, many)
+        int(row["control bytes of the peer that sends most: median round"].replace(",", "")) for row in rows[1:]
     )
     assert 0 < before < after < 1.5 * before
-    for row in (few, many):
+    for row in rows:
         assert int(row["rounds"]) >= 12
-        assert row["connections: owner's peer, trainer with most, median peer"] == ", ".join([row["peers"]] * 3)
         assert 0 < float(row["beyond training, s"]) < 3
+    for row in rows[:2]:
+        assert row["connections: owner's peer, trainer with most, median peer"] == ", ".join([row["peers"]] * 3)
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
