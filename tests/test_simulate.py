@@ -17,7 +17,8 @@ import weakref
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, Literal
 
 import numpy as np
 import psutil
@@ -44,6 +45,7 @@ from spes_p2p.testing.simulate.campaign_files import VOCABULARY, write_campaign
 from spes_p2p.testing.simulate.churn import absences
 from spes_p2p.testing.simulate.command import simulate_processes, simulate_virtual
 from spes_p2p.testing.simulate.faults import KINDS, Fault, SwarmView, random_fault
+from spes_p2p.testing.simulate.injector import Injector
 from spes_p2p.testing.simulate.points import POINTS
 from spes_p2p.testing.simulate.report import Attacked, RunReport, beyond_training
 from spes_p2p.testing.simulate.scenario import BOOTSTRAP, MachineSettings, Scenario, load_scenario, peer_names
@@ -287,6 +289,24 @@ def test_a_peer_that_stands_still_is_found_out(monkeypatch: pytest.MonkeyPatch) 
 def test_no_random_fault_strikes_while_every_trainer_is_in_one() -> None:
     view = SwarmView(1, (), 3, None, "joiner-0")
     assert random_fault(random.Random(0), ("kill", "corrupt"), ("push",), view) is None
+
+
+@pytest.mark.parametrize(("admission", "is_scripted", "strikes"), [
+    ("friends", False, True), ("open", False, False), ("open", True, True),
+])
+def test_random_kills_spare_the_owner_of_an_open_campaign_who_may_be_the_only_elector(
+    admission: Literal["friends", "open"], is_scripted: bool, strikes: bool
+) -> None:
+    scenario, killed = Scenario(peer_names(3), 6, admission=admission), list[str]()
+    there = {name: SimpleNamespace(done=lambda: False) for name in (BOOTSTRAP, *scenario.peer_names)}
+    swarm: Any = SimpleNamespace(nodes=there, tasks=there, peers=scenario.peer_names, kill=killed.append)
+    injector = Injector(swarm, scenario, random.Random(0), Audit(2), lambda name: None, lambda peer, text: None)
+
+    async def main() -> None:
+        injector.strike(Fault("kill", 1, peers=(BOOTSTRAP,), is_scripted=is_scripted))
+
+    run_virtual(main())
+    assert killed == [BOOTSTRAP] * strikes
 
 
 def test_exclusion_new_owners_and_joiners_are_measured_from_what_peers_tell() -> None:
