@@ -486,7 +486,7 @@ class RpcEndpoint:
 
         def count(sent: int, received: int, began_s: float) -> None:
             self.detector.moved(max(sent, received), clock())
-            if sent and method != ROUND:  # a coordinator's copies of a record are no stretch that shows how fast the line is
+            if sent and method != ROUND:  # a burst of a record's copies says little about the line
                 self.upload.count(sent, began_s, clock())
             self.sent[method] += sent
             self.received[method] += received

@@ -104,9 +104,9 @@ async def fill_history(node: Node, history: History) -> None:
     rounds, hearsay = history.rounds, Hearsay(node.log, node.campaign.config)
     given_up: set[int] = set()
     while True:
-        keeps_all = node.role == "helper"
         newest = min(rounds.newest, node.log.round)
-        known = range(0 if keeps_all else max(0, newest + 1 - FETCHED_ROUNDS), newest + 1)
+        first = 0 if node.role == "helper" else max(0, newest + 1 - FETCHED_ROUNDS)
+        known = range(first, newest + 1)
         wanted = [r for r in rounds.missing(known) if r not in given_up and _has_record(node.log, r)]
         for _ in range(PATIENCE):
             if not wanted:
