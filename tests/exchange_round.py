@@ -23,7 +23,7 @@ from spes_p2p.peer.own_work import taken
 from spes_p2p.rounds.apply import next_base_pieces
 from spes_p2p.rounds.codecs import GroupCodecs, group_codecs
 from spes_p2p.rounds.commit import make_commit, own_manifests, staged_report
-from spes_p2p.rounds.parts import Part, weight
+from spes_p2p.rounds.parts import Part, part_ranges, weight
 from spes_p2p.rounds.planned import Member, Plan
 from spes_p2p.rounds.results import Results
 from spes_p2p.testing.in_memory_world import inline
@@ -119,11 +119,10 @@ class Round:
         opened = cls(plan, codecs(codec), network, {}, {}, layout, part_bytes)
         for m in plan.members:
             endpoint = RpcEndpoint(network.transport(m.peer), SILENCE_S)
-            pending = {name: update.copy() for name, update in updates[m.peer].items()}
             own, weighs = (residuals or {}).get(m.peer, {}), (behind or {}).get(m.peer, planned(m))
             exchange = Exchange(ExchangeContext(
-                endpoint, SimulatedIdentity(m.peer), opened.empty(), pending, own, timeout_s, weighs, run_blocking,
-                clips=clips, round_s=round_s,
+                endpoint, SimulatedIdentity(m.peer), opened.empty(), opened.encoded(updates[m.peer]), own, timeout_s, weighs,
+                run_blocking, clips=clips, round_s=round_s,
             ))
             opened.endpoints[m.peer], opened.exchanges[m.peer] = endpoint, exchange
             await _serve(endpoint, exchange)
@@ -131,6 +130,15 @@ class Round:
 
     def empty(self) -> Results:
         return Results.empty(self.plan, self.layout, self.codecs, self.part_bytes)
+
+    def encoded(self, updates: Updates) -> dict[int, memoryview]:
+        """What a ledger that announces these would keep, by start of its part."""
+        encoded = {}
+        for group, start, stop in part_ranges(self.layout, self.codecs, self.part_bytes):
+            if group.name in updates:
+                values = updates[group.name][start - group.start : stop - group.start]
+                encoded[start] = memoryview(self.codecs.of(group).encode(values) if np.isfinite(values).all() else b"")
+        return encoded
 
     async def run(self, peers: Iterable[str] | None = None) -> None:
         """Let these members (default: all) do their exchange; the others do not move."""

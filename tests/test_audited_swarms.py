@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -24,7 +24,7 @@ from spes_p2p.net.interfaces import World
 from spes_p2p.observe.events import PhaseAudited, PhaseTrained, StandingChanged, UpdatesClipped, VerdictsTaken
 from spes_p2p.peer.announcing import Announcer
 from spes_p2p.peer.auditing import Auditing
-from spes_p2p.peer.exchange_context import SentUpdate
+from spes_p2p.peer.exchange_context import EncodedUpdate, SentUpdate
 from spes_p2p.peer.judging import Judge
 from spes_p2p.peer.kept_moments import KeptMoments
 from spes_p2p.rounds.audits import (
@@ -32,6 +32,7 @@ from spes_p2p.rounds.audits import (
     drawn_work,
     still_convicted,
 )
+from spes_p2p.rounds.digest import content_digest
 from spes_p2p.rounds.parts import Part
 from spes_p2p.testing import memory_nat
 from spes_p2p.testing.attacks.kinds import ATTACKS, KINDS, Attack, AttackKind
@@ -314,13 +315,19 @@ def test_strangers_past_probation_keep_their_experts_while_the_vouched_trainer_i
 @pytest.mark.long
 def test_a_stranger_that_reverses_its_router_is_convicted_whoever_reduces_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """With two auditors one reduces no part of the router."""
-    values = SentUpdate._values
+    read = SentUpdate._read
 
-    def reversed_router(self: SentUpdate, part: Part) -> np.ndarray:
-        is_reversed = self.context.endpoint.peer_id == "X" and part.group.kind == "router"
-        return -values(self, part) if is_reversed else values(self, part)
+    def reversed_router(self: SentUpdate, batch: Sequence[Part]) -> list[EncodedUpdate]:
+        found = read(self, batch)
+        if self.context.endpoint.peer_id != "X":
+            return found
+        return [backwards(each) if each.part.group.kind == "router" else each for each in found]
 
-    monkeypatch.setattr(SentUpdate, "_values", reversed_router)
+    def backwards(each: EncodedUpdate) -> EncodedUpdate:
+        body = each.part.codec.encode(-each.part.codec.decode(each.body, each.part.size))
+        return replace(each, body=body, update=replace(each.update, digest=content_digest(body)))
+
+    monkeypatch.setattr(SentUpdate, "_read", reversed_router)
 
     async def main() -> None:
         swarm = audited_swarm("XY", vouched="AB")
@@ -592,7 +599,7 @@ class Inventing:
 def test_a_stranger_that_hides_a_reversed_update_as_pending_work_is_convicted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(virtual, "SYNC_STEPS", 16)
     monkeypatch.setitem(ATTACKS, "free-ride", Attack(lambda liar: Inventing().around(liar)))
-    made = Scenario(peer_names(4), 14, attackers=1, attacks=KINDS, attack="free-ride", admission="open")
+    made = Scenario(peer_names(4), 30, attackers=1, attacks=KINDS, attack="free-ride", admission="open")
     found = run_seed(made, 0)
     assert found.violations == ()
     assert found.attacked is not None

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 import pytest
+from exchange_round import codecs
 
 from spes_p2p.config.campaign import CodecConfig
 from spes_p2p.observe.events import BaseRestored
@@ -171,7 +172,7 @@ def with_moments(value: float) -> WithMoments:
 
 
 def kept(store: MemoryStore, value: float, round_number: int, before: str | None, steps: int = 0) -> str:
-    ledger, base = Ledger(LAYOUT, RANGES), np.zeros(LAYOUT.size, np.float32)
+    ledger, base = Ledger(LAYOUT, RANGES, codecs("none")), np.zeros(LAYOUT.size, np.float32)
     trainer, commit = with_moments(value), f"c{round_number}"
     checkpoint = take_checkpoint(store, trainer, ledger, LAYOUT, base, commit, round_number, before, steps)
     write_checkpoint(checkpoint)
@@ -183,13 +184,13 @@ def test_of_two_checkpoints_of_a_phase_the_later_one_counts_unless_it_is_damaged
     first = kept(store, 1.0, 4, None, steps=3)
     second = kept(store, 2.0, 4, first, steps=6)
     trainer = with_moments(0.0)
-    found = load_checkpoint(store, trainer, Ledger(LAYOUT, RANGES), LAYOUT, "c4", 4)
+    found = load_checkpoint(store, trainer, Ledger(LAYOUT, RANGES, codecs("none")), LAYOUT, "c4", 4)
     assert found is not None
     assert (found.name, found.is_whole, found.steps, trainer.moment[0]) == (second, True, 6, 2.0)
     blob = bytearray(store.read(second) or b"")
     blob[-1] ^= 1
     store.write(second, [bytes(blob)])
-    found = load_checkpoint(store, trainer := with_moments(0.0), Ledger(LAYOUT, RANGES), LAYOUT, "c4", 4)
+    found = load_checkpoint(store, trainer := with_moments(0.0), Ledger(LAYOUT, RANGES, codecs("none")), LAYOUT, "c4", 4)
     assert found is not None
     assert (found.name, found.steps, trainer.moment[0]) == (first, 3, 1.0)
 
@@ -199,7 +200,7 @@ def test_of_a_checkpoint_of_another_round_only_the_moments_are_taken() -> None:
     name = kept(store, 5.0, 4, None)
     assert name in checkpoint_names(7)
     trainer = with_moments(0.0)
-    found = load_checkpoint(store, trainer, Ledger(LAYOUT, RANGES), LAYOUT, "c7", 7)
+    found = load_checkpoint(store, trainer, Ledger(LAYOUT, RANGES, codecs("none")), LAYOUT, "c7", 7)
     assert found is not None
     assert (found.is_whole, found.steps, trainer.moment[0]) == (False, 0, 5.0)
     assert not trainer.local.any(), "its pending work is relative to another base"
@@ -210,7 +211,7 @@ def test_moments_alone_are_taken_without_a_warning_and_without_work(caplog: pyte
     before = kept(store, 5.0, 4, None)
     write_checkpoint(take_moments(store, with_moments(6.0), 7, before))
     assert {int(read_tensors(store.read(name) or b"")[1]["round"]) for name in checkpoint_names(0)} == {4, 7}
-    trainer, ledger = with_moments(0.0), Ledger(LAYOUT, RANGES)
+    trainer, ledger = with_moments(0.0), Ledger(LAYOUT, RANGES, codecs("none"))
     found = load_checkpoint(store, trainer, ledger, LAYOUT, "c7", 7)
     assert found is not None
     assert (found.is_whole, found.steps, trainer.moment[0], trainer.local.any()) == (False, 0, 6.0, False)

@@ -552,7 +552,7 @@ def _work_counts_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     settle = Ledger.settle
 
     def broken(self: Ledger, trainer: Any, old: Any, new: Any, accepted: Any) -> int:
-        kept = [(part, values.copy()) for part, values in accepted]
+        kept = [(part, values()) for part, values in accepted]
         dropped = settle(self, trainer, old, new, accepted)
         for part, values in kept:
             if part.group.expert is None:

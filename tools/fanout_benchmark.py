@@ -136,7 +136,7 @@ def measure(case: str, peers: int, reducers: str, megabytes: int) -> Measured:
     network = MemoryNetwork(latency_s=0.02)
     for m in members:
         network.set_bandwidth(m.peer, m.bandwidth, full)
-    seconds = run_virtual(_exchange(network, plan, parts, layout))
+    seconds = run_virtual(_exchange(network, plan, parts))
     sent, received = (
         [sum(count for pair, count in network.sent_bytes.items() if pair[end] == m.peer) for m in members] for end in (0, 1)
     )
@@ -152,14 +152,15 @@ def measure(case: str, peers: int, reducers: str, megabytes: int) -> Measured:
     )
 
 
-async def _exchange(network: MemoryNetwork, plan: Plan, parts: tuple[Part, ...], layout: Layout) -> float:
+async def _exchange(network: MemoryNetwork, plan: Plan, parts: tuple[Part, ...]) -> float:
     """Return the seconds until every member has every result."""
     rng, exchanges = np.random.default_rng(0), {}
     for m in plan.members:
-        pending = {g.name: rng.standard_normal(g.size, np.float32) for g in layout.groups if weight(m, g)}
+        its = (part for part in parts if weight(m, part.group))
+        update = {part.start: memoryview(part.codec.encode(rng.standard_normal(part.size, np.float32))) for part in its}
         endpoint = RpcEndpoint(network.transport(m.peer), PATIENCE_S)
         exchanges[m.peer] = Exchange(ExchangeContext(
-            endpoint, SimulatedIdentity(m.peer), Results(plan, parts), pending, {}, PATIENCE_S, lambda part: 1, inline
+            endpoint, SimulatedIdentity(m.peer), Results(plan, parts), update, {}, PATIENCE_S, lambda part: 1, inline
         ))
         await _serve(endpoint, exchanges[m.peer])
     started = asyncio.get_running_loop().time()

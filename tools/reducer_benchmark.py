@@ -77,10 +77,10 @@ async def reduce_parts(contributors: int, folder: Path, clips: bool = True) -> N
     group = Layout([TensorSpec("all", (PARTS * size,), "shared")]).groups[0]
     everybody = tuple(range(contributors))
     parts = tuple(Part(k, group, k * size, (k + 1) * size, everybody, 0, CODEC) for k in range(PARTS))
-    update, encoded = await asyncio.to_thread(_update, size)
+    encoded = await asyncio.to_thread(_update, size)
     context = ExchangeContext(
         RpcEndpoint(MemoryNetwork().transport(names[0]), SILENCE_S), SimulatedIdentity(names[0]), Results(plan, parts),
-        {group.name: update}, {}, TIMEOUT_S, lambda part: TOKENS, asyncio.to_thread,
+        {part.start: memoryview(encoded) for part in parts}, {}, TIMEOUT_S, lambda part: TOKENS, asyncio.to_thread,
         DirectoryStore(folder).scratch, clips,
     )
     line, serving = asyncio.Lock(), Serving(context, 0)
@@ -92,7 +92,6 @@ async def reduce_parts(contributors: int, folder: Path, clips: bool = True) -> N
         raise RuntimeError("a result is missing")
 
 
-def _update(size: int) -> tuple[np.ndarray, bytes]:
-    """Return an update of all parts, in which they are equal, and one of them encoded."""
-    values = np.random.default_rng(0).standard_normal(size, np.float32)
-    return np.tile(values, PARTS), CODEC.encode(values)
+def _update(size: int) -> bytes:
+    """Return the encoded update of a part."""
+    return CODEC.encode(np.random.default_rng(0).standard_normal(size, np.float32))

@@ -22,6 +22,7 @@ import tempfile
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -275,10 +276,6 @@ def make_base_0(campaign: Campaign, layout: Layout, store: Store) -> Commit:
     return genesis
 
 
-def _as_sent(codec: Codec, update: np.ndarray) -> np.ndarray:
-    return codec.decode(codec.encode(update), update.size)
-
-
 def _changed_bytes(before: bytes, after: bytes) -> int:
     return sum(before[a : a + 32] != after[a : a + 32] for a in range(0, len(after), 32)) * 4 * PIECE_ELEMENTS
 
@@ -387,10 +384,8 @@ class OnePeer:
         """Put this peer's update and all results in place, one after the other, as they arrive from the network."""
         results, update = exchange.results, self.replica.ledger.update
         for part in results.parts:
-            if exchange.me in part.contributors and self.replica.ledger.tokens_behind(part):
-                own = update[part.group.name][part.start - part.group.start : part.stop - part.group.start]
-                own[:] = await self.world.run_blocking(_as_sent, part.codec, own)
-                exchange.sent[part.index] = part, own
+            if exchange.me in part.contributors and part.start in update:
+                exchange.sent[part.index] = part, partial(part.codec.decode, update[part.start], part.size)
             results.put(part.index, self._code(part.codec, part.size))
             await asyncio.sleep(0)
         for reducer in range(len(MEMBERS)):

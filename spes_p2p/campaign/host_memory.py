@@ -9,6 +9,7 @@ from spes_p2p.content.bases import KEPT_SNAPSHOTS
 from spes_p2p.model.layout import Group
 from spes_p2p.model.memory import Setup, host_shards_bytes, shared_elements, stored_bytes
 from spes_p2p.model.sizes import sizes_of
+from spes_p2p.rounds.audits import are_audited
 from spes_p2p.rounds.codecs import group_codecs
 from spes_p2p.rounds.outer import base_size
 
@@ -35,7 +36,7 @@ class HostBytes:
     base: int
     """The two that are served and the next one, if in memory."""
     update: int
-    """The announced update, decoded, if in memory; with `sync.overlap` also the work set aside during an evaluation."""
+    """The announced update, encoded, if in memory; and the work that is set aside while other weights are evaluated."""
     sums: int
     """Sums that this peer reduces, their residuals and inputs, if in memory."""
     pieces: int
@@ -61,7 +62,7 @@ def host_bytes(
     base = 4 * base_size(sizes_of(config.model), config.outer)
     return HostBytes(
         base=BASES_IN_MEMORY * base * base_in_memory,
-        update=pending_bytes(config, setup.owned) * arrays_in_memory,
+        update=(update_bytes(config, setup.owned) + set_aside_bytes(config, setup.owned)) * arrays_in_memory,
         sums=(2 * sums_bytes(config) + inputs_bytes(config)) * arrays_in_memory,
         pieces=min(PIECES_BYTES, base),
         stored=stored_bytes(config.model, setup) if setup.stored_on == "host" else 0,
@@ -69,11 +70,23 @@ def host_bytes(
     )
 
 
-def pending_bytes(config: CampaignConfig, owned: int) -> int:
-    """Return the bytes of the announced update, and of later work if an evaluation can set it aside."""
+def update_bytes(config: CampaignConfig, owned: int) -> int:
+    """Return the bytes of an encoded update of the shared weights and this many experts."""
+    layout, codecs = sizes_of(config.model), group_codecs(config.sync.codec)
+    shared = sum(codecs.of(group).encoded_bytes(group.size) for group in layout.groups if group.expert is None)
+    return shared + owned * codecs.experts.encoded_bytes(layout.expert(0).size)
+
+
+def trained_bytes(config: CampaignConfig, owned: int) -> int:
+    """Return the bytes of the same weights, in float32."""
     layout = sizes_of(config.model)
+    return 4 * (shared_elements(layout) + owned * layout.expert(0).size)
+
+
+def set_aside_bytes(config: CampaignConfig, owned: int) -> int:
+    """Return the bytes of pending work, of which there is none where a phase only begins after an evaluation."""
     evaluates = config.sync.overlap and config.evaluation.every_rounds > 0 and config.data.validation_manifest is not None
-    return 4 * (shared_elements(layout) + owned * layout.expert(0).size) * (2 if evaluates else 1)
+    return trained_bytes(config, owned) if evaluates or are_audited(config) else 0
 
 
 def sums_bytes(config: CampaignConfig) -> int:

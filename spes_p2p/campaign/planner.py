@@ -16,8 +16,10 @@ from spes_p2p.campaign.host_memory import (
     all_sums_bytes,
     host_bytes,
     inputs_bytes,
-    pending_bytes,
+    set_aside_bytes,
     sums_bytes,
+    trained_bytes,
+    update_bytes,
 )
 from spes_p2p.campaign.room import Choice, Device, find_room
 from spes_p2p.campaign.speed import Costs, costs_of, step_seconds
@@ -59,17 +61,14 @@ class Alternative:
 
 @dataclass(frozen=True)
 class DiskBytes:
-    """Maximum size of the run-dir, while checkpoint and base of a round are written, without fetched text.
-
-    Each further attempt at a round takes one more update until the round is decided.
-    """
+    """Maximum size of the run-dir, while checkpoint and base of a round are written, without fetched text."""
 
     base: int
     """The two that are served, of which the older one is a spare file, and the next one."""
     download: int
     """An older base while a peer downloads it, with the results since; or a base that this peer downloads."""
     scratch: int
-    """The announced update, sums with their residuals and inputs, and what `sync.overlap` sets aside during an evaluation."""
+    """The announced update, sums with their residuals and inputs, and the work set aside while other weights are evaluated."""
     archive: int
     """Bases that a bootstrap peer archives."""
     results: int
@@ -191,10 +190,10 @@ def plan_peer(config: CampaignConfig, target: Device, bits_per_second: float, pe
 
 def disk_bytes(config: CampaignConfig, choice: Choice, arrays_in_memory: bool = False) -> DiskBytes:
     """Return the size of a trainer's run-dir. `arrays_in_memory`: those of a round."""
-    pending = pending_bytes(config, choice.setup.owned)
-    scratch = pending + 2 * sums_bytes(config) + inputs_bytes(config)
+    owned = choice.setup.owned
+    scratch = update_bytes(config, owned) + set_aside_bytes(config, owned) + 2 * sums_bytes(config) + inputs_bytes(config)
     # Moments and pending work before two phases, in bfloat16, for audits.
-    moments = 3 * pending if are_audited(config) else 0
+    moments = 3 * trained_bytes(config, owned) if are_audited(config) else 0
     return replace(
         _disk_bytes(config, KEPT_ROUNDS, 0),
         scratch=moments if arrays_in_memory else scratch + moments,
@@ -208,8 +207,7 @@ def written_bytes(
     """Return what a trainer writes to its disk. A round's arrays are in memory also where bases are."""
     layout = sizes_of(config.model)
     base = 4 * base_size(layout, config.outer)
-    # An update is written when it is announced, and again where it is replaced by what was sent.
-    scratch = 2 * choice.device.weights + 2 * sums_bytes(config)
+    scratch = update_bytes(config, choice.setup.owned) + 2 * sums_bytes(config)
     return WrittenBytes(
         base=base // KEPT_ROUNDS if base_in_memory else base,
         checkpoint=choice.device.moments + choice.device.weights,

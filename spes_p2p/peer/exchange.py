@@ -48,7 +48,7 @@ class Exchange:
         self._reducer = Reducer(context, self._update, self._serving, revision)
         self._transfers = Transfers(context, self._update, self._serving, revision)
         self.sent = self._update.parts
-        """This peer's contributions as the reducers decode them, by part index."""
+        """This peer's contributions, by part index."""
         self.inputs, self.new_residuals = self._reducer.inputs, self._reducer.new_residuals
 
     def with_revision(self, revision: int) -> Exchange:

@@ -1,13 +1,12 @@
-"""What one member brings to the exchanges of a plan, and its own update as it is encoded for the reducers."""
+"""What one member brings to the exchanges of a plan, and what it sent of its own update."""
 
 from __future__ import annotations
 
-import asyncio
 import math
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -17,6 +16,7 @@ from spes_p2p.messages.rounds import Update
 from spes_p2p.net.rpc import RpcEndpoint
 from spes_p2p.peer.cell_means import CellMeans
 from spes_p2p.peer.courtesy import REDUCERS_SHARE, Courtesy, Lateness
+from spes_p2p.rounds.accounting import Sent
 from spes_p2p.rounds.digest import content_digest
 from spes_p2p.rounds.parts import Part
 from spes_p2p.rounds.planned import Plan
@@ -25,7 +25,7 @@ from spes_p2p.rounds.traffic import push_turns
 from spes_p2p.storage.scratch import Scratch, memory_scratch
 
 BATCH_ELEMENTS = 2**20
-"""Bounds the elements of small parts that are encoded in one call to a worker thread: as many as a large part has."""
+"""Bounds the elements of small parts that are handled in one call to a worker thread: as many as a large part has."""
 
 
 @dataclass(frozen=True)
@@ -35,15 +35,15 @@ class ExchangeContext:
     endpoint: RpcEndpoint
     identity: Identity
     results: Results
-    pending: Mapping[str, np.ndarray]
-    """This peer's update by group name; overwritten with what was sent."""
+    update: Mapping[int, memoryview]
+    """This peer's update, encoded, by start of its part (`Ledger.update`)."""
     residuals: Mapping[int, np.ndarray]
     """This reducer's and hub's, by `residual_key`."""
     timeout_s: float
     tokens_of: Callable[[Part], int]
     """Returns the tokens behind this peer's update of a part."""
     run_blocking: Callable[..., Awaitable[Any]]
-    """As in `World`: encoding and reducing a part must not hold up heartbeats."""
+    """As in `World`: reading and reducing a part must not hold up heartbeats."""
     scratch: Scratch = memory_scratch
     """For means and new residuals."""
     clips: bool = False
@@ -106,8 +106,6 @@ class EncodedUpdate:
     part: Part
     update: Update
     body: bytes
-    decoded: np.ndarray | None
-    """What the others decode; None where that is the update itself."""
 
 
 class SentUpdate:
@@ -115,44 +113,33 @@ class SentUpdate:
 
     def __init__(self, context: ExchangeContext):
         self.context, self.tokens_of = context, context.tokens_of
-        self.parts: dict[int, tuple[Part, np.ndarray]] = {}
-        """What was sent, as the reducers decode it, by part index."""
+        self.parts: dict[int, tuple[Part, Sent]] = {}
+        """What was sent, by part index."""
         self.is_over = False
         """Set when the exchange ends."""
-        self._one_at_a_time = asyncio.Lock()
-        """Encoding parts takes several times their memory, and as many streams wait for updates as there are reducers."""
 
     def has(self, part: Part) -> bool:
         """Return whether this peer contributes to a part: not where the last round took all of its work on it."""
-        me = self.context.me
-        return me in part.contributors and self.tokens_of(part) > 0 and bool(np.isfinite(self._values(part)).all())
+        has_work = self.tokens_of(part) > 0 and bool(self.context.update.get(part.start))
+        return has_work and self.context.me in part.contributors
 
-    async def encode(self, batch: Sequence[Part]) -> list[EncodedUpdate]:
-        """Encode the updates of these parts and replace them by what the others decode: the rest stays pending.
+    async def take(self, batch: Sequence[Part]) -> list[EncodedUpdate]:
+        """Return the updates of these parts, which count as sent from now on.
 
         Without parts to which this peer contributes nothing; empty once the exchange is over. A call that is cancelled changes
         nothing.
         """
-        async with self._one_at_a_time:
-            found: list[EncodedUpdate] = await self.context.run_blocking(self._encoded, batch)
+        found: list[EncodedUpdate] = await self.context.run_blocking(self._read, batch)
         if self.is_over:
             return []
-        for each in found:
-            values = self._values(each.part)
-            if each.decoded is not None:
-                np.copyto(values, each.decoded)
-            self.parts[each.part.index] = (each.part, values)
-        return [EncodedUpdate(each.part, each.update, each.body, None) for each in found]
-
-    def _encoded(self, batch: Sequence[Part]) -> list[EncodedUpdate]:
-        """Encode the parts' updates. In a worker thread: only reads."""
-        found = []
-        for part in filter(self.has, batch):
-            body = part.codec.encode(self._values(part))
-            update = Update(part.index, self.tokens_of(part), content_digest(body))
-            decoded = part.codec.decode(body, part.size) if part.codec.is_lossy else None
-            found.append(EncodedUpdate(part, update, body, decoded))
+        for part in (each.part for each in found):
+            self.parts[part.index] = part, partial(part.codec.decode, self.context.update[part.start], part.size)
         return found
 
-    def _values(self, part: Part) -> np.ndarray:
-        return self.context.pending[part.group.name][part.start - part.group.start : part.stop - part.group.start]
+    def _read(self, batch: Sequence[Part]) -> list[EncodedUpdate]:
+        """Read the parts' updates, which may be on disk, and their digests. In a worker thread."""
+        found = []
+        for part in filter(self.has, batch):
+            body = bytes(self.context.update[part.start])
+            found.append(EncodedUpdate(part, Update(part.index, self.tokens_of(part), content_digest(body)), body))
+        return found

@@ -49,15 +49,11 @@ class Exchanges:
         await self._node.endpoint.serve(PULL, self._on_pull)
 
     def open(self, plan: Plan, base: Base, round_s: float) -> Exchange:
-        """Take part in a plan with the announced update. `round_s`: seconds since the last commit.
-
-        The update that an earlier attempt sent stays as it is: that attempt may turn out to be the decided one.
-        """
+        """Take part in a plan with the announced update. `round_s`: seconds since the last commit."""
         self._node.meet_members(plan)
         results, ledger, sync = self._results.begin(plan), self._work.ledger, self._node.campaign.config.sync
-        update = ledger.copy_update() if self.by_plan else ledger.update
         exchange = self.by_plan[plan.id, 0] = Exchange(ExchangeContext(
-            self._node.endpoint, self._node.world.identity, results, update, self._work.residuals.by_key,
+            self._node.endpoint, self._node.world.identity, results, ledger.update, self._work.residuals.by_key,
             exchange_limit_s(results.parts, plan.members), ledger.tokens_behind, self._node.world.run_blocking, self._scratch,
             sync.bound_influence, self._strangers,
             exchange_s(results.parts, plan.members, trusted(plan.members)), round_s, self._node.lateness,

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 
 from spes_p2p.model.layout import Layout
 from spes_p2p.peer.exchange import Exchange
-from spes_p2p.rounds.accounting import Ledger
+from spes_p2p.rounds.accounting import Ledger, Sent
 from spes_p2p.rounds.base import Base
 from spes_p2p.rounds.codecs import GroupCodecs
 from spes_p2p.rounds.parts import Part, part_ranges
@@ -26,9 +27,9 @@ class OwnWork:
     Methods that compute are called in a worker thread.
     """
 
-    def __init__(self, peer_id: str, layout: Layout, codecs: GroupCodecs, scratch: Scratch):
+    def __init__(self, peer_id: str, layout: Layout, codecs: GroupCodecs, scratch: Scratch, threads: int):
         self.trainer: Trainer | None = None
-        self.ledger = Ledger(layout, part_ranges(layout, codecs), scratch)
+        self.ledger = Ledger(layout, part_ranges(layout, codecs), codecs, scratch, threads)
         self.residuals = ReducerResiduals(scratch)
         self.sent_update_lost = False
         """Set by a restart: a round may include an encoded update that this peer no longer has."""
@@ -77,10 +78,10 @@ class OwnWork:
         def included(index: int) -> bool:
             return index in committed and me in results.contributors(results.parts[index])
 
-        sent = {index: each for exchange in exchanges for index, each in exchange.sent.items()}
+        sent = [each for exchange in exchanges for each in exchange.sent.values()]
         if not exchanges:
-            sent = self._sent_before_restart(old, results, included)
-        accepted = [(part, taken(results, part, values)) for index, (part, values) in sent.items() if included(index)]
+            sent = self._sent_before_restart(old, results)
+        accepted = [(part, partial(taken, results, part, values)) for part, values in sent if included(part.index)]
         dropped = self.ledger.settle(self.trainer, old.values, new.values, accepted)
         self.take_assignment(new)
         return dropped
@@ -111,29 +112,19 @@ class OwnWork:
         if owned != self.trainer.owned:
             self.ledger.change_owned(self.trainer, owned, base.values)
 
-    def _sent_before_restart(
-        self, base: Base, results: Results, included: Callable[[int], bool]
-    ) -> dict[int, tuple[Part, np.ndarray]]:
-        """Return what updates from before a crash contributed, by part index.
+    def _sent_before_restart(self, base: Base, results: Results) -> list[tuple[Part, Sent]]:
+        """Return what updates from before a crash may have contributed.
 
         Their codes are lost, so all that is pending there counts as sent: otherwise it would be included twice.
         """
         assert self.trainer is not None
-        sent, pushed = {}, dict[str, np.ndarray | None]()
-        for part in results.parts:
-            if included(part.index):
-                name, start = part.group.name, part.start - part.group.start
-                if name not in pushed:
-                    pushed[name] = self.ledger.possibly_sent(self.trainer, base.values, part.group)
-                values = pushed[name]
-                if values is not None:
-                    sent[part.index] = (part, values[start : start + part.size])
-        return sent
+        found = ((part, self.ledger.possibly_sent(self.trainer, base.values, part)) for part in results.parts)
+        return [(part, sent) for part, sent in found if sent is not None]
 
 
-def taken(results: Results, part: Part, sent: np.ndarray) -> np.ndarray:
+def taken(results: Results, part: Part, sent: Sent) -> np.ndarray:
     """Return what a committed result contains of this peer's update: all but what the codec left out of the mean."""
-    if not part.codec.leaves_out:
-        return sent
-    values: np.ndarray = sent * (part.codec.decode(results.encoded[part.index], part.size) != 0)
+    values = sent()
+    if part.codec.leaves_out:
+        values = values * (part.codec.decode(results.encoded[part.index], part.size) != 0)
     return values

@@ -367,7 +367,7 @@ class Reducer:
         """Make closed sums, unless the exchange ends meanwhile; keep and hand on what follows from them."""
         me = self.context.me
         mine = [self._original(part) for part in batch if me in part.inputs and me not in part.summing]
-        own = {each.part.index: each for each in await self._update.encode(mine)} if mine else {}
+        own = {each.part.index: each for each in await self._update.take(mine)} if mine else {}
         for part in batch:
             await self._make_sum(part, own.get(self._original(part).index))
         self._serving.settle(*(part.index for part in batch if part.index in self._made.intersection(self._mine)))

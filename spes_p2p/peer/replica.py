@@ -81,7 +81,7 @@ class Replica:
         self.checkpoints_in_phase = checkpoint_every_s > 0 and not sync.overlap
         self.resumed: tuple[str, int] = "", 0
         """Commit of the base of the checkpoint that a restart continued from, and the steps of the phase after it."""
-        self.work = OwnWork(node.peer_id, layout, self.codecs, scratch)
+        self.work = OwnWork(node.peer_id, layout, self.codecs, scratch, node.world.threads)
         self.validity = Validity(
             node.world, node.endpoint, node.fetcher, node.log, node.rules, layout, self.codecs, lambda: self.store.current,
             node.spawn,

@@ -202,7 +202,7 @@ class Transfers:
         me, unsigned, parts = self.context.me, list[Update](), self._pushes[reducer]
         waiting = deque(part for part in parts if me not in part.summing)
         while waiting:
-            for each in await self._update.encode(next_batch(waiting)):
+            for each in await self._update.take(next_batch(waiting)):
                 if not pulls(each.part, me):
                     self.context.put(each.part, self._revision, each.body)
                     self._serving.settle(each.part.index)

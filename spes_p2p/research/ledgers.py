@@ -8,8 +8,9 @@ from unittest.mock import patch
 
 import numpy as np
 
+from spes_p2p.model.layout import Group
 from spes_p2p.peer import own_work
-from spes_p2p.rounds.accounting import Ledger
+from spes_p2p.rounds.accounting import Ledger, Sent
 from spes_p2p.rounds.parts import Part
 from spes_p2p.training.interface import Trainer
 from spes_p2p.training.pending import add_pending, pending_of
@@ -26,15 +27,7 @@ class BufferedLedger(Ledger):
 
     _buffer: np.ndarray | None = None
 
-    def announce(self, trainer: Trainer, base: np.ndarray) -> None:
-        """Add the buffer to what was trained."""
-        super().announce(trainer, base)
-        if self._buffer is not None and "shared" in self._update:
-            self._update["shared"] += self._buffer
-
-    def settle(
-        self, trainer: Trainer, old: np.ndarray, new: np.ndarray, accepted: Sequence[tuple[Part, np.ndarray]]
-    ) -> int:
+    def settle(self, trainer: Trainer, old: np.ndarray, new: np.ndarray, accepted: Sequence[tuple[Part, Sent]]) -> int:
         """Move what is still pending from the local weights to the buffer."""
         dropped = super().settle(trainer, old, new, accepted)
         group = self._layout.group("shared")
@@ -42,6 +35,11 @@ class BufferedLedger(Ledger):
         add_pending(trainer, group, -pending)
         self._buffer = DECAY * (pending if self._buffer is None else pending + self._buffer)
         return dropped
+
+    def _to_announce(self, trainer: Trainer, base: np.ndarray, group: Group, start: int, stop: int) -> np.ndarray:
+        """Add the buffer to what was trained."""
+        trained = super()._to_announce(trainer, base, group, start, stop)
+        return trained if self._buffer is None or group.name != "shared" else trained + self._buffer[start:stop]
 
 
 @contextmanager

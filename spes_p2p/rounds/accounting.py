@@ -14,27 +14,35 @@ b(r-1), s decoded from its encoding, and progress g of the phase in parallel wit
 Announced updates are therefore kept apart from later training: only announced updates settle, age or are discarded.
 
 A round may include one part of a group and drop another, so pending tokens (an update's weight in the mean) are counted by
-part. Updates are in scratch arrays, possibly in files, and processed in pieces: memory does not grow with the model.
+part. An update is encoded part by part when it is announced, and kept in a scratch array, possibly in a file: memory does not
+grow with the model, and all attempts at a round send the same bytes.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate, pairwise
 
 import numpy as np
 
 from spes_p2p.model.layout import Group, Layout
 from spes_p2p.observe.events import Drift
+from spes_p2p.rounds.codecs import GroupCodecs
 from spes_p2p.rounds.drift import DriftSums
 from spes_p2p.rounds.parts import Part
 from spes_p2p.storage.scratch import Scratch, memory_scratch, scratch_arrays
+from spes_p2p.storage.threads import in_threads
 from spes_p2p.training.interface import PhaseReport, Trainer
-from spes_p2p.training.pending import add_pending, pending_of, trained_groups
+from spes_p2p.training.pending import add_pending, pending_between, pending_of, trained_groups
 
 MAX_PENDING_ROUNDS = 2
 """Discard an update that more rounds than this left out: it is too stale."""
+
+Sent = Callable[[], np.ndarray]
+"""Returns what others decode of this peer's update of a part: float32 `[part.size]`."""
 
 
 @dataclass(frozen=True)
@@ -66,11 +74,14 @@ class TrainedTokens:
 class Ledger:
     """The pending updates of one peer, and their tokens."""
 
-    def __init__(self, layout: Layout, ranges: Sequence[tuple[Group, int, int]], scratch: Scratch = memory_scratch):
-        """`ranges`: all possible parts (`part_ranges`). `scratch` allocates the updates."""
-        self._layout = layout
+    def __init__(
+        self, layout: Layout, ranges: Sequence[tuple[Group, int, int]], codecs: GroupCodecs, scratch: Scratch = memory_scratch,
+        threads: int = 1,
+    ):
+        """`ranges`: all possible parts (`part_ranges`). `scratch` allocates the updates, which this many threads encode."""
+        self._layout, self._codecs = layout, codecs
         self._ranges = tuple(ranges)
-        self._scratch = scratch
+        self._scratch, self._threads = scratch, threads
         self._nothing = TrainedTokens((0,) * layout.num_experts)
         self._fresh = self._nothing
         """Training since the last announcement."""
@@ -80,7 +91,7 @@ class Ledger:
         self._places = _places_of_groups(ranges)
         self._losses = 0.0, 0
         """Sum and tokens of the announced losses."""
-        self._update: dict[str, np.ndarray] = {}
+        self._update: dict[int, memoryview] = {}
         self.drift: dict[str, Drift] = {}
         """By kind of weights, at the last commit; empty if it included no update of this peer."""
         self._handed_over: dict[int, np.ndarray] = {}
@@ -111,27 +122,20 @@ class Ledger:
         return int(self._tokens[self._place[part.start]])
 
     @property
-    def update(self) -> Mapping[str, np.ndarray]:
-        """The announced update by group name, float32 `[group.size]`: the groups that this peer contributes to the round.
+    def update(self) -> Mapping[int, memoryview]:
+        """The announced update, encoded, by start of its part: of all parts to which this peer contributes in the next round.
 
-        An exchange overwrites it with the values that it sent.
+        Empty where the values are not finite.
         """
-        return self._update
+        return self._update.copy()
 
-    def copy_update(self) -> dict[str, np.ndarray]:
-        """Copy the update for another attempt at the round."""
-        copies = scratch_arrays(self._scratch, "update", {name: values.size for name, values in self._update.items()})
-        for name, values in self._update.items():
-            np.copyto(copies[name], values)
-        return copies
-
-    def possibly_sent(self, trainer: Trainer, base: np.ndarray, group: Group) -> np.ndarray | None:
-        """Return what a push before a restart may have contained of a group; None if nothing pending."""
-        if group.name in self._update:
-            return self._update[group.name]
-        if self._fresh.of(group) or (group.expert is not None and group.expert not in trainer.owned):
-            return None
-        return pending_of(trainer, base, group, self._scratch("temporary", group.size))
+    def possibly_sent(self, trainer: Trainer, base: np.ndarray, part: Part) -> Sent | None:
+        """Return what a push before a restart may have contained of a part: all that is pending, None if that is nothing."""
+        group, first = part.group, part.start - part.group.start
+        if self._is_trained(trainer, group) and not self._fresh.of(group):
+            return partial(pending_between, trainer, base, group, first, first + part.size)
+        body = self._update.get(part.start)
+        return partial(part.codec.decode, body, part.size) if body else None
 
     def add_phase(self, report: PhaseReport) -> None:
         """Count a phase's tokens and losses; a non-finite loss is left out."""
@@ -140,18 +144,26 @@ class Ledger:
         self._fresh = self._fresh.plus(TrainedTokens(report.routed, report.tokens, *losses))
 
     def announce(self, trainer: Trainer, base: np.ndarray) -> None:
-        """Freeze all that is pending as the update of the next round. Call between two steps."""
+        """Freeze all that is pending as the update of the next round, encoded. Call between two steps."""
         announced, self._tokens = self.pending, self._pending_tokens()
         self._fresh, self._losses = self._nothing, (announced.loss_sum, announced.loss_tokens)
         self._update = {}  # release the file for the next update
-        groups = [group for group in self._layout.groups if announced.of(group) and self._contributes(trainer, group)]
-        self._update = scratch_arrays(self._scratch, "update", {group.name: group.size for group in groups})
-        for group in groups:
-            handed_over = self._handed_over_of(group)
-            if handed_over is not None:
-                np.copyto(self._update[group.name], handed_over)
-            else:
-                pending_of(trainer, base, group, self._update[group.name])
+        groups = {group.name for group in self._layout.groups if announced.of(group) and self._contributes(trainer, group)}
+        ranges = [each for each, tokens in zip(self._ranges, self._tokens, strict=True) if tokens and each[0].name in groups]
+        if not ranges:
+            return
+        ends = list(accumulate((self._codecs.of(g).encoded_bytes(stop - start) for g, start, stop in ranges), initial=0))
+        space = self._scratch("update", -(-ends[-1] // 4)).view(np.uint8)
+
+        def encode(each: tuple[tuple[Group, int, int], tuple[int, int]]) -> tuple[int, memoryview]:
+            (group, start, stop), (begin, end) = each
+            values = self._to_announce(trainer, base, group, start - group.start, stop - group.start)
+            if not np.isfinite(values).all():
+                return start, memoryview(b"")
+            space[begin:end] = np.frombuffer(self._codecs.of(group).encode(values), np.uint8)
+            return start, space[begin:end].data
+
+        self._update = dict(in_threads(encode, zip(ranges, pairwise(ends), strict=True), self._threads))
 
     def stash_pending(self, trainer: Trainer, base: np.ndarray) -> Mapping[str, np.ndarray]:
         """Return a copy of all that is pending in the trainer, by group name, for `restore_pending`."""
@@ -186,11 +198,11 @@ class Ledger:
         trainer: Trainer,
         old: np.ndarray,
         new: np.ndarray,
-        accepted: Sequence[tuple[Part, np.ndarray]],
+        accepted: Sequence[tuple[Part, Sent]],
     ) -> int:
         """Account for a commit that moves the base from `old` to `new`; return the tokens that are discarded as too stale.
 
-        `accepted`: the parts that include this peer's push of the committed plan, with the pushed values as decoded.
+        `accepted`: the parts that include this peer's push of the committed plan, with what was pushed.
         """
         sent = {part.start: values for part, values in accepted}
         for part, _ in accepted:
@@ -208,7 +220,7 @@ class Ledger:
         """
         lost = 0
         if not keep_announced:
-            lost = max((self._drop(trainer, group) for group in self._layout.groups if group.name in self._update), default=0)
+            lost = max((self._drop(trainer, group) for group in self._layout.groups if self._is_announced(group)), default=0)
             self._forget_settled()
         for group in self._layout.groups:
             self._settle_group(trainer, group, old, new, {}, DriftSums())
@@ -244,31 +256,26 @@ class Ledger:
                 np.copyto(kept, values)
 
     def _settle_group(
-        self, trainer: Trainer, group: Group, old: np.ndarray, new: np.ndarray, sent: Mapping[int, np.ndarray], drift: DriftSums
+        self, trainer: Trainer, group: Group, old: np.ndarray, new: np.ndarray, sent: Mapping[int, Sent], drift: DriftSums
     ) -> None:
-        """Apply the accounting rule to one group. `sent`: the included values, by start of their range."""
-        is_trained = group.expert is None or group.expert in trainer.owned
+        """Apply the accounting rule to one group. `sent`: what is included, by start of its range."""
+        is_trained, handed_over = self._is_trained(trainer, group), self._handed_over_of(group)
         if not is_trained:
             trainer.refresh(group, new[group.start : group.stop])
-        update, handed_over = self._update.get(group.name), self._handed_over_of(group)
-        ranges = self._ranges[self._places[group.name]]
-        if update is not None and all(start in sent for _, start, _ in ranges):
-            del self._update[group.name]  # all of it is included: zeros would only be written to the disk
-            update = None
-        for _, start, stop in ranges:
-            pushed, here = sent.get(start), slice(start - group.start, stop - group.start)
-            if pushed is None and not is_trained:
+        for _, start, stop in self._ranges[self._places[group.name]]:
+            here = slice(start - group.start, stop - group.start)
+            if start not in sent and not is_trained:
                 continue
             step = new[start:stop] - old[start:stop]
-            if pushed is not None:
+            if start in sent:
+                pushed = sent[start]()
                 drift.add(group.kind, pushed, step)
                 if handed_over is not None:
                     handed_over[here] -= pushed
                 step -= pushed
+                self._update.pop(start, None)
             if is_trained:
                 trainer.add(group, step, here.start)
-            if pushed is not None and update is not None:
-                update[here] = 0
 
     def _age_pending(self, trainer: Trainer, included: set[str]) -> int:
         """Discard updates that more than MAX_PENDING_ROUNDS rounds left out; return their tokens.
@@ -278,7 +285,7 @@ class Ledger:
         dropped = 0
         for group in self._layout.groups:
             is_settled = group.expert is None and group.name in included
-            if is_settled or group.name not in self._update or not self._announced_tokens(group).any():
+            if is_settled or not self._is_announced(group) or not self._announced_tokens(group).any():
                 self._age.pop(group.name, None)
                 continue
             self._age[group.name] = self._age.get(group.name, 0) + 1
@@ -300,18 +307,32 @@ class Ledger:
         dropped = int(tokens.max())
         tokens[:] = 0
         self._age.pop(group.name, None)
-        update = self._update.pop(group.name)
-        handed_over = self._handed_over_of(group)
-        if handed_over is not None:
-            handed_over -= update
-        elif self._contributes(trainer, group):
-            np.negative(update, out=update)
-            add_pending(trainer, group, update)
+        handed_over, codec = self._handed_over_of(group), self._codecs.of(group)
+        for _, start, stop in self._ranges[self._places[group.name]]:
+            body, first = self._update.pop(start, None), start - group.start
+            if not body:
+                continue
+            if handed_over is not None:
+                handed_over[first : stop - group.start] -= codec.decode(body, stop - start)
+            elif self._is_trained(trainer, group):
+                trainer.add(group, -codec.decode(body, stop - start), first)
         return dropped
+
+    def _to_announce(self, trainer: Trainer, base: np.ndarray, group: Group, start: int, stop: int) -> np.ndarray:
+        """Return what is pending of a group's range `[start, stop)`, counted from the group's start."""
+        handed_over = self._handed_over_of(group)
+        return pending_between(trainer, base, group, start, stop) if handed_over is None else handed_over[start:stop]
+
+    def _is_announced(self, group: Group) -> bool:
+        return any(start in self._update for _, start, _ in self._ranges[self._places[group.name]])
+
+    @staticmethod
+    def _is_trained(trainer: Trainer, group: Group) -> bool:
+        return group.expert is None or group.expert in trainer.owned
 
     def _contributes(self, trainer: Trainer, group: Group) -> bool:
         """Return whether this peer trains the group, or has a handed-over update of it."""
-        return group.expert is None or group.expert in trainer.owned or group.expert in self._handed_over
+        return self._is_trained(trainer, group) or group.expert in self._handed_over
 
     def _handed_over_of(self, group: Group) -> np.ndarray | None:
         return None if group.expert is None else self._handed_over.get(group.expert)

@@ -19,13 +19,13 @@ def trained_groups(trainer: Trainer) -> list[Group]:
 
 def pending_pieces(trainer: Trainer, base: np.ndarray, group: Group) -> Iterator[np.ndarray]:
     """Yield a trained group's pending in float32 pieces. `base`: flat float32 `[layout.size]`."""
-    return (_pending(trainer, base, group, start, stop) for start, stop in _cut(group))
+    return (pending_between(trainer, base, group, start, stop) for start, stop in _cut(group))
 
 
 def pending_of(trainer: Trainer, base: np.ndarray, group: Group, out: np.ndarray) -> np.ndarray:
     """Write a trained group's pending to `out` (float32 `[group.size]`) and return it."""
     for start, stop in _cut(group):
-        _pending(trainer, base, group, start, stop, out[start:stop])
+        pending_between(trainer, base, group, start, stop, out[start:stop])
     return out
 
 
@@ -35,9 +35,10 @@ def add_pending(trainer: Trainer, group: Group, values: np.ndarray) -> None:
         trainer.add(group, values[start:stop], start)
 
 
-def _pending(
+def pending_between(
     trainer: Trainer, base: np.ndarray, group: Group, start: int, stop: int, out: np.ndarray | None = None
 ) -> np.ndarray:
+    """Return a trained group's pending of the range `[start, stop)`, counted from the group's start; `out` as in numpy."""
     local = trainer.read(group, start, stop)
     out = local if out is None else out
     np.subtract(local, base[group.start + start : group.start + stop], out=out)
