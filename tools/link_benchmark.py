@@ -13,6 +13,9 @@ the wire, beside one copy of what must cross: the mean of the shared weights, an
 theirs. `tcp` is the kernel's congestion control, on which that depends. Another one: sysctl -w
 net.ipv4.tcp_congestion_control=cubic
 
+`whole`: the simulated swarm of `predicted` alone, which needs no root: what a round takes beyond its phase, relative to the
+least that its lines permit.
+
 Trainers take a fixed time per phase and no CPU, as on a GPU. Means over each peer's measured rounds, medians of the peers.
 """
 
@@ -41,7 +44,7 @@ from spes_p2p.testing.simulate.swarm import Recorder, VirtualSwarm
 from spes_p2p.testing.virtual_loop import run_virtual
 
 PROGRAM = Path(__file__).with_name("link_member.py")
-CASES = ("overlap", "even", "uneven", "regions", "predicted")
+CASES = ("overlap", "even", "uneven", "regions", "predicted", "whole")
 PAYLOAD = 1448 / 1514
 """Share of a line that TCP leaves to what it carries: of an Ethernet frame, without headers and time stamps. The simulator's
 network has none."""
@@ -73,7 +76,7 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, default=Path("/dev/shm"), help="where run-dirs are made and removed")
     arguments = parser.parse_args()
     why = why_unavailable()
-    if why is not None:
+    if why is not None and arguments.only != ["whole"]:
         parser.error(why)
     end_on_signals()
     report: Report = {}
@@ -86,6 +89,8 @@ def main() -> int:
         report["regions"] = regions_case(arguments)
     if "predicted" in arguments.only:
         report["predicted"] = predicted_case(arguments)
+    if "whole" in arguments.only:
+        report["whole"] = whole_case(arguments)
     text = json.dumps(report, indent=2)
     print(text)
     if arguments.json is not None:
@@ -166,20 +171,42 @@ def regions_case(arguments: argparse.Namespace) -> Report:
 
 def predicted_case(arguments: argparse.Namespace) -> Report:
     """Measure the rounds of peers on shaped lines, and those that the simulator predicts for them."""
-    speeds, count, phase_s = arguments.predicted_mbit, arguments.predicted_peers, arguments.predicted_phase
-    lines = {f"peer-{i}": speeds[i % len(speeds)] for i in range(count)}
-    spec = {
-        "elements": arguments.predicted_megabytes * 10**6 // 4, "phase_s": phase_s, "owned": 1,
-        "codec": arguments.codec, "sync": {"min_peers": count}, "latency_s": UNEVEN_LATENCY_S,
-    }
-    found = {}
+    (spec, lines), phase_s, found = predicted_swarm(arguments), arguments.predicted_phase, {}
     predicted = run_virtual(simulated(spec, lines, arguments.rounds))
     for kind, rounds in (("predicted", predicted), ("real", run(spec, lines, arguments))):
         found[kind] = summary(rounds, lines, phase_s)
         print(f"{kind}: {found[kind]}", file=sys.stderr)
     ratios = {of: round(found["real"][of] / found["predicted"][of], 3) for of in ("seconds_per_round", "round_without_phase_s")}
     tcp = Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text().strip()
-    return {**found, "real_over_predicted": ratios, "mbit": speeds, "megabytes": arguments.predicted_megabytes, "tcp": tcp}
+    about = {"mbit": arguments.predicted_mbit, "megabytes": arguments.predicted_megabytes, "tcp": tcp}
+    return {**found, "real_over_predicted": ratios, **about}
+
+
+def predicted_swarm(arguments: argparse.Namespace) -> tuple[Report, dict[str, float]]:
+    """Return the swarm of `predicted`, and its members' lines in Mbit/s."""
+    speeds, count = arguments.predicted_mbit, arguments.predicted_peers
+    spec = {
+        "elements": arguments.predicted_megabytes * 10**6 // 4, "phase_s": arguments.predicted_phase, "owned": 1,
+        "codec": arguments.codec, "sync": {"min_peers": count}, "latency_s": UNEVEN_LATENCY_S,
+    }
+    return spec, {f"peer-{i}": speeds[i % len(speeds)] for i in range(count)}
+
+
+def whole_case(arguments: argparse.Namespace) -> Report:
+    """Simulate rounds; compare them with the time that any assignment of reducers takes at least.
+
+    Each member must receive a result of all shared weights and experts, over its own line. Together they send at least an
+    update and a result of the shared weights for each, and each expert to all.
+    """
+    spec, lines = predicted_swarm(arguments)
+    shared, expert = (CODECS[arguments.codec].encoded_bytes(size) for size in tensor_sizes(spec["elements"]))
+    rates = [PAYLOAD * 1e6 / 8 * mbit for mbit in lines.values()]
+    received, sent = shared + EXPERTS * expert, (2 * shared + EXPERTS * expert) * (len(lines) - 1)
+    least_s = max(received / min(rates), sent / sum(rates))
+    found = summary(run_virtual(simulated(spec, lines, arguments.rounds)), lines, arguments.predicted_phase)
+    beyond_s = found["round_without_phase_s"]
+    about = {"peers": len(lines), "mbit": arguments.predicted_mbit, "megabytes": arguments.predicted_megabytes}
+    return {**found, "least_s": round(least_s, 3), "over_least": round(beyond_s / least_s, 3), **about}
 
 
 async def simulated(spec: Report, lines: Mapping[str, float], rounds: int) -> dict[str, list[Report]]:

@@ -6,20 +6,22 @@ reducer of a part with c contributors receives c' updates (those of others) and 
 
 Then the members that would send for longest delegate parts that they alone contribute to, and send those only once. A round
 takes at least max over members of (bytes sent / upload bandwidth): a contributor sends its update once, a reducer
-`extra_copies` more. Delegation adds no bytes, since a result crosses N - 1 uplinks whoever serves it, so the optimum is at
-least max(own updates / own bandwidth, all bytes sent / all bandwidth). Members delegate if the longest time exceeds
-DELEGATION_RATIO times that bound, as long as it gets shorter.
+`extra_copies` more, and one without an update of its own has nothing to send until others have sent theirs. Delegation adds
+no bytes, since a result crosses N - 1 uplinks whoever serves it, so the optimum is at least max(own updates / own bandwidth,
+all bytes sent / all bandwidth). Members delegate if the longest time exceeds DELEGATION_RATIO times that bound, as long as it
+gets shorter.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import replace
+from statistics import median_low
 
 from spes_p2p.rounds.parts import Part
 from spes_p2p.rounds.planned import Member
 
-DELEGATION_RATIO = 1.5
+DELEGATION_RATIO = 1.25
 """Owners delegate parts when the busiest link takes this many times the least possible: less is an error of measurement."""
 
 
@@ -37,6 +39,7 @@ def choose_reducers(parts: Sequence[Part], links: Links) -> tuple[Part, ...]:
     """Return the parts with their reducers. Beside cells, few contributors push all their parts to the same one."""
     for part in parts:
         links.send_updates(part)
+    links.wait_for_updates()
     own = [part for part in parts if len(part.contributors) == 1 and part.reducer in links.busy_s]
     chosen = {part.index: part for part in own}
     for part in own:
@@ -72,7 +75,7 @@ class Links:
         self._own_s = dict.fromkeys(reducers, 0.0)
         """Seconds to upload its own updates."""
         self._sends_s = dict.fromkeys(reducers, 0.0)
-        """Seconds of upload in all."""
+        """Seconds until it has sent all."""
         self._members = members
 
     def send_updates(self, part: Part) -> None:
@@ -80,7 +83,12 @@ class Links:
         for i in part.contributors:
             if i in self._sends_s:
                 self._own_s[i] += part.encoded_bytes / self._members[i].bandwidth
-                self._sends_s[i] = self._own_s[i]
+
+    def wait_for_updates(self) -> None:
+        """Count the time until updates have come for reducers that have none of their own, such as helpers."""
+        waited_s = median_low([own_s for own_s in self._own_s.values() if own_s] or [0.0])
+        for i, own_s in self._own_s.items():
+            self._sends_s[i] = own_s or waited_s
 
     def reduce(self, part: Part, reducer: int) -> int:
         """Assign the part to this reducer and return it."""
