@@ -8,7 +8,10 @@ from typing import Any
 
 import torch
 from sample_text import CONFIGS
+from torch import Tensor
 from transformers import (
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -39,6 +42,9 @@ MOE: dict[str, tuple[type[Any], type[Any], dict[str, Any]]] = {
         "norm_topk_prob": True, "attention_bias": True, "rms_norm_eps": 1e-4, **ROPE}),
     "mixtral": (MixtralConfig, MixtralForCausalLM, {"intermediate_size": 24, "num_local_experts": 4,
                                                     "num_experts_per_tok": 2, "tie_word_embeddings": True}),
+    "glm4_moe": (Glm4MoeConfig, Glm4MoeForCausalLM, {
+        "intermediate_size": 40, "moe_intermediate_size": 24, "n_routed_experts": 4, "num_experts_per_tok": 2, "head_dim": 16,
+        "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1}),
     "qwen2_moe": (Qwen2MoeConfig, Qwen2MoeForCausalLM, {
         "intermediate_size": 40, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 40, "num_experts": 4,
         "num_experts_per_tok": 2, "mlp_only_layers": [0]}),
@@ -51,6 +57,15 @@ DENSE: dict[str, tuple[type[Any], type[Any], dict[str, Any]]] = {
 }
 
 
+def balance_routers(model: PreTrainedModel) -> dict[str, Tensor]:
+    """Change what a checkpoint holds that no gradient changes, as balancing in pretraining does; return it by name."""
+    trained = {name for name, parameter in model.named_parameters(remove_duplicate=False) if parameter.requires_grad}
+    fixed = {name: tensor for name, tensor in model.state_dict().items() if name not in trained}
+    for tensor in fixed.values():
+        tensor += 0.3 * torch.rand_like(tensor)
+    return fixed
+
+
 def make_checkpoint(
     family: str, folder: Path, dtype: torch.dtype = torch.float32, shape: dict[str, int] | None = None, **save: Any
 ) -> PreTrainedModel:
@@ -58,6 +73,7 @@ def make_checkpoint(
     config_class, model_class, changes = {**MOE, **DENSE}[family]
     torch.manual_seed(0)
     model: PreTrainedModel = model_class(config_class(**{**SIZES, **changes, **(shape or {})})).to(dtype)
+    balance_routers(model)
     model.save_pretrained(folder, **save)
     shutil.copy(CONFIGS / "demo_text/tokenizer_512.json", folder / "tokenizer.json")
     return model.float().eval()

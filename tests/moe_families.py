@@ -21,8 +21,11 @@ SMALL: dict[str, Any] = {
 """Taken over by families that have these settings."""
 LINEAR = {"layer_types": ["linear_attention", "full_attention"], "linear_num_value_heads": 4, "linear_num_key_heads": 2,
           "linear_key_head_dim": 8, "linear_value_head_dim": 8}
+LATENT = ("axk1", "axk2", "deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa")
+"""Families whose keys and values have as many heads as queries, and whose `head_dim` is that of rotary positions."""
 OF_FAMILY: dict[str, dict[str, Any]] = {
-    "deepseek_v2": {"num_key_value_heads": 4},
+    **{family: {"num_key_value_heads": 4, "head_dim": 8} for family in LATENT},
+    "deepseek_v4": {"mlp_layer_types": ["hash_moe", "moe"]},
     "dots1": {"n_shared_experts": 1},
     "dots3_note_text": {"num_key_value_heads": 4},
     "ernie4_5_moe": {"moe_k": 2, "moe_layer_start_index": 0},

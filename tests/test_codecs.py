@@ -45,6 +45,14 @@ def test_what_was_rounded_is_not_rounded_again(name: str, values: np.ndarray) ->
     assert codec.decode(codec.encode(decoded), values.size).tobytes() == decoded.tobytes()
 
 
+@pytest.mark.parametrize("name", CODECS)
+@given(values=VECTORS)
+def test_a_value_of_0_stays_0(name: str, values: np.ndarray) -> None:
+    """So what no peer changes keeps its value, whatever is rounded beside it."""
+    codec = CODECS[name]
+    assert not codec.decode(codec.encode(values), values.size)[values == 0].any()
+
+
 @given(values=VECTORS)
 def test_none_keeps_every_bit(values: np.ndarray) -> None:
     codec = CODECS["none"]

@@ -6,12 +6,17 @@ import json
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from checkpoints import balance_routers
 from model_classes import classes_of
+from model_shapes import tiny_campaign, tiny_training
 from moe_families import MOE_TYPES, small_config
+from one_trainer import CountingText, phase_of, train
 from round_trip import IDS, difference, export, keys_of, started
 from sample_text import CONFIGS
+from transformers import PreTrainedModel
 
 from spes_p2p.campaign.planner import plan_peer
 from spes_p2p.campaign.room import Device
@@ -19,9 +24,10 @@ from spes_p2p.config.campaign import load_campaign_config
 from spes_p2p.config.model import TransformersModel
 from spes_p2p.config.problems import validated
 from spes_p2p.errors import UserError
-from spes_p2p.model.build import build_model, layout_of, transformers_config
+from spes_p2p.model.build import build_model, exact_tensor, initial_state, layout_of, transformers_config
 from spes_p2p.model.families import check_family
 from spes_p2p.testing.plain_model import plain_model
+from spes_p2p.training.trainer import TorchTrainer
 
 UPCYCLING = CONFIGS.parent / "docs/upcycling.md"
 
@@ -41,20 +47,63 @@ def test_the_documented_families_are_those_of_the_installed_transformers() -> No
     assert set(ACCEPTED) < set(MOE_TYPES)
 
 
+def saved(family: str, folder: Path) -> tuple[PreTrainedModel, dict[str, torch.Tensor]]:
+    """A checkpoint with random weights, and what it holds that no gradient changes."""
+    torch.manual_seed(0)
+    original = classes_of(family)[1](small_config(family)).float().eval()
+    fixed = balance_routers(original)
+    original.save_pretrained(folder)
+    shutil.copy(CONFIGS / "demo_text/tokenizer_512.json", folder / "tokenizer.json")
+    return original, fixed
+
+
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("family", ACCEPTED)
 def test_a_family_comes_in_trains_the_same_function_and_goes_out_without_a_difference(family: str, tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    original = classes_of(family)[1](small_config(family)).float().eval()
-    original.save_pretrained(tmp_path / "original")
-    shutil.copy(CONFIGS / "demo_text/tokenizer_512.json", tmp_path / "original/tokenizer.json")
+    original, _ = saved(family, tmp_path / "original")
     start, state = started(tmp_path / "original")
     assert difference(original, plain_model(start.model, state).eval()) == 0.0
     with torch.no_grad():
         partitioned = build_model(start.model, state, (0, 3), stored="fp32").eval()
-        torch.testing.assert_close(partitioned(input_ids=IDS).logits, original(input_ids=IDS).logits, rtol=1e-4, atol=1e-4)
+        logits = partitioned(input_ids=IDS).logits
+        torch.testing.assert_close(logits, original(input_ids=IDS).logits, rtol=1e-4, atol=1e-4)
+        hidden = partitioned.base_model(input_ids=IDS, use_cache=False).last_hidden_state
+        assert torch.equal(partitioned.get_output_embeddings()(hidden), logits), "the logits that are trained"
     assert difference(original, export(start, state, tmp_path / "exported")) == 0.0
     assert keys_of(tmp_path / "exported") == keys_of(tmp_path / "original")
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("family", ACCEPTED)
+def test_training_changes_a_familys_weights_and_leaves_what_no_gradient_changes(family: str, tmp_path: Path) -> None:
+    _, fixed = saved(family, tmp_path / "original")
+    start, state = started(tmp_path / "original")
+    layout = layout_of(start.model)
+    trainer = TorchTrainer(tiny_campaign(start.model, tiny_training(decay_norm_and_bias=True)), state, (0, 3), CountingText())
+    assert train(trainer, phase_of(2)).steps == 2
+    trained = state.copy()
+    for group in layout.groups:
+        if group.expert is None or group.expert in trainer.owned:
+            trained[group.start : group.stop] = trainer.read(group)
+            assert not np.array_equal(trained[group.start : group.stop], state[group.start : group.stop])
+    loaded = export(start, trained, tmp_path / "exported")
+    assert difference(plain_model(start.model, trained).eval(), loaded) == 0.0
+    for name, values in fixed.items():
+        assert torch.equal(loaded.state_dict()[name], values)
+        assert layout.by_name[name].spec.kind == "router" or layout.num_experts not in values.shape[-1:]
+        assert not [moment for moment in trainer.optimizer_state() if moment.endswith(name)]
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "minimax"])
+def test_random_weights_begin_with_transformers_values_of_what_no_gradient_changes(family: str) -> None:
+    config = small_config(family)
+    model = TransformersModel(config=json.loads(config.to_json_string(use_diff=False)), init_cutoff_factor=3.0)
+    state, layout = initial_state(model), layout_of(model)
+    made = classes_of(family)[1](config)
+    buffers = {name: tensor for name, tensor in made.named_buffers() if name in made.state_dict()}
+    assert buffers
+    for name, values in buffers.items():
+        assert torch.equal(exact_tensor(state, layout, name), values)
 
 
 @pytest.mark.sampled(8)

@@ -291,7 +291,9 @@ def test_buckets_hold_every_gradient_once_in_order() -> None:
         parameters = [torch.nn.Parameter(torch.zeros(size)) for size in (10, 3000, 1, 1500)]
         for number, parameter in enumerate(parameters[:-1]):
             parameter.grad = torch.full_like(parameter, number + 1.0)
-        made = list(buckets(parameters, elements))
+        fixed = torch.nn.Parameter(torch.zeros(7), requires_grad=False)
+        made = list(buckets([fixed, *parameters], elements))
+        assert fixed.grad is None
         assert all(len(bucket) == 1 or sum(map(len, bucket)) <= elements for bucket in made)
         found.append(([len(bucket) for bucket in made], torch.cat([each for bucket in made for each in bucket]).tolist()))
     assert [sizes for sizes, _ in found] == [[1, 1, 1, 1], [1, 1, 2], [4]]
@@ -469,6 +471,32 @@ def test_ranks_with_a_share_each_train_what_one_does_with_other_options(
     bound = BF16_ROUNDING * np.linalg.norm(found[0]) if optimizer == "muon" else ROUNDING * math.sqrt(found[0].size)
     assert np.linalg.norm(found[1] - found[0]) < bound
     assert losses[1] == pytest.approx(losses[0], rel=1e-6)
+
+
+@pytest.mark.network
+@pytest.mark.parametrize("family", ["glm4_moe", "glm_moe_dsa"])
+@pytest.mark.parametrize("options", [HALF, SHARDS], ids=["replicas", "shards"])
+def test_ranks_train_a_router_with_biases_that_stay(
+    two_ranks: Callable[..., Leader], options: TrainingOptions, family: str
+) -> None:
+    """The layers of `glm_moe_dsa` return more than hidden states."""
+    model = TransformersModel(config=json.loads(small_config(family).to_json_string(use_diff=False)))
+    config = CONFIG.model_copy(update={"model": model})
+    layout, base = layout_of(model), initial_state(model)
+    biases = [placed for placed in layout.tensors if placed.spec.name.endswith("e_score_correction_bias")]
+    for placed in biases:
+        base[placed.start : placed.stop] = np.linspace(-0.2, 0.2, placed.spec.size)
+    found = []
+    for ranks in (ALONE, two_ranks(config, options)):
+        own_options = options if ranks.count > 1 else TrainingOptions()
+        trainer = TorchTrainer(config, base, (0, 3), Text(0), None, "cpu", own_options, ranks)
+        train(trainer, 0)
+        found.append(trainer.read(layout.group("router")))
+        start = layout.group("router").start
+        for placed in biases:
+            assert np.array_equal(found[-1][placed.start - start : placed.stop - start], base[placed.start : placed.stop])
+    assert np.abs(found[0] - base[start : start + found[0].size]).max() > 250 * ROUNDING
+    np.testing.assert_allclose(found[1], found[0], rtol=0, atol=ROUNDING)
 
 
 class Unreadable(Text):

@@ -75,6 +75,9 @@ def test_from_a_checkpoint_through_a_swarm_to_a_checkpoint(family: str, tmp_path
     weights = np.empty(layout_of(files.campaign.config.model).size, np.float32)
     base_0(files, weights)
     first, last = weights.copy(), trained_by_a_swarm(files, weights)
+    for placed in layout_of(files.campaign.config.model).tensors:
+        stays = placed.spec.name.endswith("e_score_correction_bias")
+        assert np.array_equal(first[placed.start : placed.stop], last[placed.start : placed.stop]) == stays
     losses = [loss(original)]
     for name, values in (("first", first), ("last", last)):
         origin = origin_of(files.campaign, 1, state_digest(values), ())

@@ -3,6 +3,9 @@
 Names are those of transformers' modules, except that the fused `...experts.gate_up_proj [E, 2F, H]` is one tensor per expert,
 `...experts.{e}.gate_up_proj [2F, H]`. Tied weights occur once, under their first name. The experts' low-rank terms
 (`low_rank.py`), `...experts.low_rank.gate_up_proj [E, 2F, rank]`, do not exist in transformers.
+
+What a checkpoint holds besides parameters, such as the biases with which routers were balanced in pretraining, is part of the
+flat state, too. It is a parameter here that needs no gradient: its updates are 0, so it keeps the value of base 0.
 """
 
 from __future__ import annotations
@@ -57,7 +60,10 @@ def transformers_config(model: ModelSection) -> PreTrainedConfig:
 
 
 def empty_model(model: ModelSection) -> PreTrainedModel:
-    """Return the transformers model on the meta device: shapes without memory. Raises UserError as `transformers_config`."""
+    """Return the transformers model on the meta device: shapes without memory. Raises UserError as `transformers_config`.
+
+    Persistent buffers of floating-point numbers are parameters that need no gradient.
+    """
     config = transformers_config(model)
     config.pad_token_id = None  # a padding id would freeze its row of the embedding
     try:
@@ -65,6 +71,11 @@ def empty_model(model: ModelSection) -> PreTrainedModel:
             empty: PreTrainedModel = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config)
     except Exception as error:  # families raise their own types
         raise _refused(model, error) from None
+    for module in empty.modules():
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            if name not in module._non_persistent_buffers_set and buffer.is_floating_point():
+                delattr(module, name)
+                module.register_parameter(name, nn.Parameter(buffer, requires_grad=False))
     return empty
 
 
@@ -158,7 +169,7 @@ def initial_state(config: ModelSection, out: State | None = None) -> State:
 def _cut_off(module: nn.Module, factor: float, deviation: float) -> None:
     """Draw the module's matrices anew where they are beyond `factor` deviations; embeddings of padding stay zero."""
     for parameter in module.parameters(recurse=False):
-        while parameter.ndim > 1 and (beyond := parameter.abs() > factor * deviation).any():
+        while parameter.requires_grad and parameter.ndim > 1 and (beyond := parameter.abs() > factor * deviation).any():
             parameter[beyond] = deviation * torch.randn(int(beyond.sum()))
 
 
@@ -248,7 +259,7 @@ def materialise(model: PreTrainedModel, values: Callable[[str, tuple[int, ...]],
     filled: dict[nn.Parameter, nn.Parameter] = {}
     for name, parameter in list(model.named_parameters()):
         if parameter.is_meta:
-            filled[parameter] = nn.Parameter(values(name, tuple(parameter.shape)))
+            filled[parameter] = nn.Parameter(values(name, tuple(parameter.shape)), parameter.requires_grad)
     for module in model.modules():
         for key, parameter in list(module.named_parameters(recurse=False)):
             if parameter.is_meta:

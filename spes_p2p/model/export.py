@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -47,7 +47,8 @@ def export_checkpoint(
 ) -> None:
     """Write model, config and tokenizer to the directory `output`, atomically. `beside`: further text files by name.
 
-    Weights are float32 with the base's exact bits, or rounded to bfloat16; low-rank terms are added to the experts' matrices.
+    Weights are float32 with the base's exact bits, or rounded to bfloat16, save those that are never trained (`build.py`);
+    low-rank terms are added to the experts' matrices.
     They are streamed: if `base` is a mapped file, memory does not depend on the model's size. Raises UserError if `output`
     exists, the base's size is not the model's, the tokenizer does not fit the model, or the disk has no room.
     """
@@ -96,32 +97,35 @@ def _write_config(model: ModelSection, tokenizer: PreTrainedTokenizerFast, dtype
 
 
 def _write_weights(model: ModelSection, base: State, dtype: ExportDtype, folder: Path) -> None:
-    itemsize = DTYPES[dtype][1].itemsize
-    shards = list(_shards(file_tensors(model), itemsize))
+    exact = {name for name, parameter in empty_model(model).named_parameters() if not parameter.requires_grad}
+    shards = list(_shards({
+        each.name: _source(model, base, each, "fp32" if each.pieces[0].tensor in exact else dtype)
+        for each in file_tensors(model)
+    }))
     names = [SINGLE_FILE] if len(shards) == 1 else [
         f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)
     ]
-    for name, tensors in zip(names, shards, strict=True):
-        sources = {each.name: _source(model, base, each, dtype) for each in tensors}
+    for name, sources in zip(names, shards, strict=True):
         with (folder / name).open("wb") as file:
             for chunk in tensor_chunks(sources, {"format": "pt"}):
                 file.write(chunk)
     if len(shards) > 1:
-        places = {each.name: name for name, tensors in zip(names, shards, strict=True) for each in tensors}
-        index = {"metadata": {"total_size": itemsize * sum(t.size for shard in shards for t in shard)}, "weight_map": places}
+        places = {tensor: name for name, sources in zip(names, shards, strict=True) for tensor in sources}
+        total_size = sum(source.nbytes for sources in shards for source in sources.values())
+        index = {"metadata": {"total_size": total_size}, "weight_map": places}
         (folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
-def _shards(tensors: Sequence[FileTensor], itemsize: int) -> Iterator[list[FileTensor]]:
+def _shards(sources: Mapping[str, Source]) -> Iterator[dict[str, Source]]:
     """Yield the tensors of each file, in order."""
-    shard: list[FileTensor] = []
+    shard: dict[str, Source] = {}
     size = 0
-    for tensor in tensors:
-        if shard and size + itemsize * tensor.size > SHARD_BYTES:
+    for name, source in sources.items():
+        if shard and size + source.nbytes > SHARD_BYTES:
             yield shard
-            shard, size = [], 0
-        shard.append(tensor)
-        size += itemsize * tensor.size
+            shard, size = {}, 0
+        shard[name] = source
+        size += source.nbytes
     yield shard
 
 

@@ -7,7 +7,9 @@ from spes_p2p.errors import UserError
 from spes_p2p.model.build import empty_model, layout_of
 from spes_p2p.model.file_format import file_tensors
 
-SCALED_LOGITS = ("logits_scaling", "logit_scale", "final_logit_softcapping")
+SCALED_LOGITS = (
+    "logits_scaling", "logit_scale", "final_logit_softcapping", "logits_mup_width_multiplier", "unpadded_vocab_size",
+)
 """Settings by which a family changes its logits after the output head."""
 
 
@@ -17,9 +19,14 @@ def check_family(model: ModelSection) -> None:
     family = f"model_type = {model.architecture!r}"
     if layout.num_experts != model.moe_num_experts:
         raise UserError(f"{family}: its layers have {layout.num_experts} experts, its config.json says {model.moe_num_experts}")
-    persistent = set(empty.state_dict()) - {name for name, _ in empty.named_parameters(remove_duplicate=False)}
-    if persistent:
-        raise UserError(f"{family}: keeps state beside its weights ({min(persistent)}), which rounds do not exchange; "
+    whole_numbers = set(empty.state_dict()) - {name for name, _ in empty.named_parameters(remove_duplicate=False)}
+    if whole_numbers:
+        raise UserError(f"{family}: has {min(whole_numbers)}, which is not of floating-point numbers; use another family")
+    if not hasattr(empty.config, "num_experts_per_tok"):
+        raise UserError(f"{family}: its configuration has no num_experts_per_tok; use another family")
+    choices = {getattr(module, "num_router_classes", layout.num_experts) for module in empty.modules()}
+    if choices != {layout.num_experts}:
+        raise UserError(f"{family}: its routers also choose to skip all experts, which training does not support; "
                         "use another family")
     if "router_logits" not in (getattr(empty.base_model, "_can_record_outputs", None) or {}):
         raise UserError(f"{family}: does not report its routers' scores, which load balancing needs; use another family")

@@ -1,9 +1,10 @@
 """Device memory of a peer's training in bytes, by formula, without allocating anything.
 
-Weights, gradients, moments and stored experts are exact sums over the layout's tensors. Activations are what autograd saves in
-one forward pass: T tokens of width H through L layers; Q and K: width of all query heads, of all key heads; n: Q + K if these
-are normalised, otherwise 0; F: width of one expert; k experts per token; E experts, o of them owned; D: inputs and outputs of
-other matrices, such as a shared expert's; V: vocabulary; w = 4 bytes, 2 in bf16 autocast. Saved per layer, token:
+Weights, gradients, moments and stored experts are exact sums over the layout's tensors, where the few that are never trained
+(`build.py`) count like the others. Activations are what autograd saves in one forward pass: T tokens of width H through L
+layers; Q and K: width of all query heads, of all key heads; n: Q + K if these are normalised, otherwise 0; F: width of one
+expert; k experts per token; E experts, o of them owned; D: inputs and outputs of other matrices, such as a shared expert's; V:
+vocabulary; w = 4 bytes, 2 in bf16 autocast. Saved per layer, token:
 
     float32   4 (6 H + 2 (Q + K) + 2 n)
     bf16      4 (4 H + n) + 2 (4 H + 2 (Q + K) + n)

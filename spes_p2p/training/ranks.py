@@ -183,6 +183,8 @@ def buckets(parameters: Iterable[nn.Parameter], elements: int) -> Iterator[list[
     bucket: list[Tensor] = []
     size = 0
     for parameter in parameters:
+        if not parameter.requires_grad:
+            continue
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
         if bucket and size + parameter.numel() > elements:

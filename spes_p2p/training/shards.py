@@ -171,9 +171,11 @@ class Shards(Replicas):
             self._open(number)
             return (_then(given[0], lambda: self._finish(number)), *given[1:])
 
-        def after(module: nn.Module, given: Any, result: Tensor) -> Tensor:
+        def after(module: nn.Module, given: Any, result: Any) -> Any:
             if not self._in_backward:
                 self._close(number)
+            if isinstance(result, tuple):  # with what needs no gradient, such as the positions that sparse attention chose
+                return (_then(result[0], lambda: self._open(number)), *result[1:])
             return _then(result, lambda: self._open(number))
 
         module.register_forward_pre_hook(before)
