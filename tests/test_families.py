@@ -90,6 +90,7 @@ def test_training_changes_a_familys_weights_and_leaves_what_no_gradient_changes(
     assert difference(plain_model(start.model, trained).eval(), loaded) == 0.0
     for name, values in fixed.items():
         assert torch.equal(loaded.state_dict()[name], values)
+        assert layout.by_name[name].spec.is_fixed
         assert layout.by_name[name].spec.kind == "router" or layout.num_experts not in values.shape[-1:]
         assert not [moment for moment in trainer.optimizer_state() if moment.endswith(name)]
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
 from spes_p2p.config.campaign import OuterConfig
-from spes_p2p.model.layout import Group
+from spes_p2p.model.layout import Group, Layout
 from spes_p2p.rounds.apply import next_base_pieces
 from spes_p2p.rounds.codecs import CODECS, GroupCodecs
 from spes_p2p.rounds.outer import base_size, first_base, momentum_offsets, outer_settings
@@ -64,6 +66,17 @@ def test_plain_averaging_adds_the_update_and_nothing_else() -> None:
     weights, update = random(0), random(1)
     base = rounds(first_base(weights, LAYOUT, PLAIN), PLAIN, [update])
     assert base[: LAYOUT.size].tobytes() == (weights + update).tobytes()
+
+
+def test_what_nobody_trains_keeps_its_value_whatever_members_send() -> None:
+    gate = LAYOUT.by_name["gate"].spec
+    layout = Layout(replace(placed.spec, is_fixed=placed.spec == gate) for placed in LAYOUT.tensors)
+    base, update, fixed = first_base(random(0), layout, DILOCO), random(1), layout.fixed[0]
+    encoded = {part.index: NONE.encode(update[part.start : part.stop]) for part in PARTS}
+    new = np.concatenate(list(next_base_pieces(base, layout, PARTS, encoded, None, DILOCO)))
+    changed = new[: layout.size] != base[: layout.size]
+    assert not changed[fixed.start : fixed.stop].any()
+    assert changed.sum() == layout.size - (fixed.stop - fixed.start)
 
 
 def test_records_and_groups_with_momentum_make_the_base_larger() -> None:

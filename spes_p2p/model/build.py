@@ -27,7 +27,7 @@ from spes_p2p.config.model import ModelSection
 from spes_p2p.errors import UserError
 from spes_p2p.model.backends import BackendName, choose_backend
 from spes_p2p.model.formats import Home, StoredFormat, StoredPlace
-from spes_p2p.model.layout import Layout, TensorSpec, check_size
+from spes_p2p.model.layout import Kind, Layout, TensorSpec, check_size
 from spes_p2p.model.low_rank import directions, low_rank_name
 from spes_p2p.model.partitioned import MATRICES, PartitionedExperts, expert_blocks
 from spes_p2p.model.prefetch import LayerPrefetcher
@@ -120,7 +120,8 @@ def layout_of_model(model: nn.Module) -> Layout:
         else:
             # A parameter of the layer itself, such as one bias per expert, belongs to the router.
             routes = name.startswith(routers) or block in layers
-            specs.append(TensorSpec(name, shape, "router" if routes else "shared", layer))
+            kind: Kind = "router" if routes else "shared"
+            specs.append(TensorSpec(name, shape, kind, layer, is_fixed=not parameter.requires_grad))
     return Layout(specs)
 
 

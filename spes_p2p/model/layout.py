@@ -30,6 +30,8 @@ class TensorSpec:
     kind: Kind
     layer: int | None = None
     expert: int | None = None
+    is_fixed: bool = False
+    """Whether it keeps the values of base 0, such as a bias that balanced a router in pretraining."""
 
     @property
     def size(self) -> int:
@@ -97,6 +99,11 @@ class Layout:
     def by_name(self) -> dict[str, Placed]:
         """Tensors by name."""
         return {t.spec.name: t for t in self.tensors}
+
+    @cached_property
+    def fixed(self) -> tuple[Placed, ...]:
+        """The tensors that keep the values of base 0."""
+        return tuple(placed for placed in self.tensors if placed.spec.is_fixed)
 
     @cached_property
     def largest_tensor(self) -> int:
