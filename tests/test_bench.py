@@ -1,7 +1,9 @@
 """The benchmark compares equals: the same work, counted in the same way."""
 
+import cProfile
 import importlib.util
 import json
+import pstats
 import signal
 import subprocess
 import sys
@@ -23,6 +25,8 @@ from spes_p2p.model.build import initial_state
 from spes_p2p.model.memory import Setup
 from spes_p2p.rounds.codecs import CODECS
 from spes_p2p.testing.plain_model import plain_model
+from spes_p2p.testing.simulate.scenario import Scenario, peer_names
+from spes_p2p.testing.simulate.virtual import run_seed
 
 ROOT = Path(__file__).parents[1]
 CPU = torch.device("cpu")
@@ -61,6 +65,23 @@ def test_the_records_of_a_round_of_64_take_little_of_the_coordinators_memory(mon
     found = megabytes_of_round(64)
     assert 0.1 < found["held"] < 1.2
     assert found["peak"] < 1.8
+
+
+@pytest.mark.long
+def test_a_fifth_at_most_of_what_is_hashed_and_signed_of_a_member_travels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "tools")
+    for whole, sent in tool("coordinator_benchmark").bytes_per_member(64).values():
+        assert 64 < sent < whole / 5, "64 bytes of each signature are new"
+
+
+@pytest.mark.long
+def test_the_cpu_time_of_a_simulation_is_divided_among_the_areas_of_the_code() -> None:
+    bench, profile = tool("simulator_benchmark"), cProfile.Profile()
+    profile.runcall(run_seed, Scenario(peer_names(4), 1), 0)
+    stats = pstats.Stats(profile)
+    seconds = bench.seconds_by_area(stats)
+    assert {"asyncio", "net/", "messages/", "peer/", "testing/"} < seconds.keys()
+    assert sum(seconds.values()) == pytest.approx(vars(stats)["total_tt"], rel=0.01)
 
 
 @pytest.mark.long

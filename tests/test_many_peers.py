@@ -15,8 +15,10 @@ from spes_p2p.content import relay
 from spes_p2p.content.bases import Snapshots, collect_offers, download
 from spes_p2p.content.fetcher import FIRST_ASKED, MAX_CONCURRENT_DONORS, WIDENING, Fetcher
 from spes_p2p.content.transfer import ContentServer
+from spes_p2p.errors import Refused
 from spes_p2p.messages.codec import pack, unpack
 from spes_p2p.messages.consensus import CommitsRequest
+from spes_p2p.messages.content import PiecesRequest
 from spes_p2p.messages.framing import Kind
 from spes_p2p.messages.methods import COMMITS, LEAVE, PING, ROUND, SNAPSHOT
 from spes_p2p.messages.presence import Contact
@@ -24,7 +26,7 @@ from spes_p2p.messages.refusals import Code, Refusal
 from spes_p2p.net import contacts
 from spes_p2p.net.contacts import registry_key
 from spes_p2p.net.rpc import RpcEndpoint
-from spes_p2p.peer import decisions, first_base, life
+from spes_p2p.peer import decisions, first_base, kept_results, life
 from spes_p2p.peer.decisions import MAX_ASKED, PAGE_SAVING
 from spes_p2p.peer.node import CONTACT_EVERY_S, CONTACTS_READ_PER_S
 from spes_p2p.rounds.checks import checkers
@@ -128,6 +130,62 @@ def test_joiners_do_not_all_ask_the_peer_with_the_newest_claim_for_the_last_prop
         return list(node.relay.donors())
 
     assert simulate(main) == ["D", "B", "C", "X"]
+
+
+@pytest.mark.long
+def test_no_two_of_many_joiners_get_the_last_proposal_from_the_same_member(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(relay, "COPIES_BYTES", 0)
+    monkeypatch.setattr(relay, "FANOUT", 1)
+
+    async def main() -> Counter[str]:
+        swarm, given = VirtualSwarm(campaign(10**6, sync={"min_peers": 12})), Counter[str]()
+
+        def tap(frame: Frame) -> Frame:
+            given[frame.sender] += frame.method == "plan" and frame.is_answer and frame.kind == Kind.CONTENT
+            return frame
+
+        swarm.network.tap = tap
+        swarm.start_all("ABCDEFGHIJKL")
+        await swarm.until_round(2)
+        swarm.start_all("MNOPQRSTUVX")
+        await swarm.until(lambda: {*"MNOPQRSTUVX"} <= {*swarm.peers["A"].node.log.last.members})
+        return +given
+
+    given = simulate(main)
+    assert sum(given.values()) > 8
+    assert max(given.values()) == 1
+    assert not {*given}.intersection("MNOPQRSTUVX"), "they are last to have it"
+
+
+@pytest.mark.parametrize(("admission", "busy"), [("friends", 2), ("open", 0)])
+def test_a_member_gives_few_proposals_in_a_round_and_sends_others_elsewhere_once_unless_strangers_are_there(
+    admission: str, busy: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kept_results, "ENOUGH_BYTES", 1)
+
+    async def main() -> tuple[list[int], list[Code]]:
+        swarm, given, refused = VirtualSwarm(campaign(10**6, admission=admission)), list[int](), list[Code]()
+        swarm.invitations = {name: swarm.invitation(name, ("trainer", "elector")) for name in "ABC"}
+        swarm.start_all("ABC")
+        await swarm.until_round(1)
+        commit = swarm.nodes["A"].log.last
+
+        async def ask(name: str) -> None:
+            endpoint = RpcEndpoint(swarm.network.transport(name), 5.0)
+            try:
+                async with endpoint.stream("A", "plan") as stream:
+                    await stream.send(pack(PiecesRequest(commit.plan, (0,))))
+                    given.append(len(await stream.message_view(Kind.CONTENT)))
+            except Refused as error:
+                refused.append(error.code)
+
+        for name in ("X", "Y", "Y", "Z", "Z"):
+            await ask(name)
+        return given, refused
+
+    given, refused = simulate(main)
+    assert refused == [Code.BUSY] * busy
+    assert len(given) == 5 - busy
 
 
 @pytest.mark.long

@@ -237,6 +237,35 @@ def test_a_slow_parent_is_waited_for_unless_it_is_a_stranger(is_stranger: bool) 
     assert round(run_virtual(main())) == is_stranger
 
 
+@pytest.mark.parametrize(("named", "asked"), [
+    (("one", "two"), {"one"}), (("paused", "two"), {"two"}), (("stranger", "gone"), {"other"}), ((), {"other"}),
+])
+def test_who_lacks_the_last_proposal_asks_the_named_members_first_and_waits_for_no_liar(
+    named: tuple[str, ...], asked: set[str]
+) -> None:
+    async def main() -> set[str]:
+        network, last = MemoryNetwork(latency_s=0.05), random.Random(0).randbytes(10**5)
+        plan, names = hashlib.sha256(last).hexdigest(), ("C", "one", "two", "paused", "stranger", "other", "joiner")
+        endpoints = {name: RpcEndpoint(network.transport(name), 5.0) for name in names}
+        relays = {name: Relay(endpoint, Fetcher(endpoint)) for name, endpoint in endpoints.items()}
+        for name in names[:-1]:
+            server = ContentServer(endpoints[name])
+            await relays[name].serve(server)
+            await server.serve("plan", lambda name, index: asyncio.sleep(0, last))
+            relays[name].proposal = lambda plan: last
+        network.pause("paused")
+        joiner = relays["joiner"]
+        joiner.donors = lambda: ["other"]
+        endpoints["joiner"].shares.is_trusted = lambda peer: peer != "stranger"
+        told = relays["C"].addressed(Kind.PROPOSAL, last[::-1], ["one", "joiner"], plan, donors={"joiner": named})
+        await relays["one"].received(told("one"), "C")
+        assert (await network.run_peer("joiner", joiner.received(told("joiner"), "C"))).body == last[::-1]
+        assert asyncio.get_running_loop().time() < 3
+        return {name for name, endpoint in endpoints.items() if endpoint.sent["plan"] > len(last)}
+
+    assert run_virtual(main()) == asked
+
+
 def test_a_record_that_nobody_has_is_an_error_after_a_bounded_time() -> None:
     async def main() -> None:
         network = MemoryNetwork(latency_s=0.05)

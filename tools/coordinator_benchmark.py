@@ -1,4 +1,5 @@
-"""./tools/bench coordinator: what the records of one round take in a coordinator's memory, by the number of its members.
+"""./tools/bench coordinator: what the records of one round take in a coordinator's memory, by the number of its members, and
+the bytes of each for one member: as hashed and signed, and on the wire.
 
 Announcements and reports as they come, signed, and as they are read; the proposal, the plan that follows from it, and both
 packed. Peer ids and signatures are as long as real ones, the model has eight experts. Not counted: streams, the base, the parts
@@ -10,13 +11,16 @@ from __future__ import annotations
 import argparse
 import json
 import tracemalloc
+from dataclasses import replace
 from hashlib import sha256
 
 from round_contenders import EXPERTS, our_campaign
 
 from spes_p2p.consensus.signed import sign
 from spes_p2p.messages.codec import pack, unpack
+from spes_p2p.messages.compact import compressed, shortened
 from spes_p2p.messages.consensus import Ballot, Signed
+from spes_p2p.messages.framing import Kind
 from spes_p2p.messages.rounds import Announcement, Evidence, Proposal, Staged
 from spes_p2p.rounds.proposal import derive_plan
 from spes_p2p.testing.simulate.swarm import VirtualSwarm
@@ -30,7 +34,8 @@ def main() -> None:
     parser.add_argument("--peers", type=int, nargs="+", default=PEERS, help="members (default 4 16 64 256 1000)")
     arguments = parser.parse_args()
     megabytes_of_round(min(arguments.peers))  # fills caches that live as long as the process
-    print(json.dumps({str(peers): megabytes_of_round(peers) for peers in arguments.peers}, indent=2))
+    found = {str(peers): megabytes_of_round(peers) | bytes_per_member(peers) for peers in arguments.peers}
+    print(json.dumps(found, indent=2))
 
 
 def megabytes_of_round(peers: int) -> dict[str, float]:
@@ -53,6 +58,41 @@ def megabytes_of_round(peers: int) -> dict[str, float]:
     tracemalloc.stop()
     assert len(plan.members) == peers
     return {"held": round(held / 1e6, 3), "peak": round(peak / 1e6, 3), "packed": round(sum(map(len, packed)) / 1e6, 3)}
+
+
+def bytes_per_member(peers: int) -> dict[str, tuple[int, int]]:
+    """Return the bytes of records by kind: as hashed and signed, and after those of the round before on the wire."""
+    swarm = VirtualSwarm(our_campaign({"codec": "int8", "sync": {}}))
+    identities = sorted((SimulatedIdentity(_name(i)) for i in range(peers)), key=lambda each: each.peer_id)
+    coordinator, sizes = swarm.genesis.electorate[0], {}
+    last, this = (
+        Proposal(number, _digest(number), Ballot(0, coordinator), tuple(
+            sign(_next(_announcement(swarm), number, i), each) for i, each in enumerate(identities)
+        )) for number in (1, 2)
+    )
+    plan, known = sha256(pack(this)).hexdigest(), pack(this)
+    staged = Staged(plan, (b"0" * 32,), 0, (), b"0" * 32, (), b"", "")
+    reports = [sign(replace(staged, incarnation=_digest(i)[:32]), each) for i, each in enumerate(identities)]
+    evidence = pack(Evidence(tuple(reports)))
+    sizes["proposal"] = len(known) // peers, len(compressed(known, pack(last))) // peers
+    sizes["evidence"] = len(evidence) // peers, len(compressed(evidence, known)) // peers
+    before, after, report = pack(last.announcements[0]), pack(this.announcements[0]), pack(reports[0])
+    sizes["announcement"] = len(after), len(shortened(Kind.MESSAGE, after, before + this.parent.encode() + b"0" * 64).body)
+    sizes["report"] = len(report), len(shortened(Kind.REPORT, report, after + plan.encode()).body)
+    return sizes
+
+
+def _next(announcement: Announcement, number: int, member: int) -> Announcement:
+    """Return an announcement as a member makes it in this round after one of work."""
+    tokens = 10_000 * number + member
+    return replace(
+        announcement, round=number, commit=_digest(number), base_digest=_digest(number), tokens=tokens,
+        routed=(tokens,) * EXPERTS, tokens_per_second=1000.0 + member / number, bandwidth=1e6 + member / number,
+    )
+
+
+def _digest(number: int) -> str:
+    return sha256(bytes(number)).hexdigest()
 
 
 def _name(number: int) -> str:

@@ -12,7 +12,8 @@ import asyncio
 import hashlib
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from types import MappingProxyType
 
 from spes_p2p.content.fetcher import Fetcher
 from spes_p2p.content.pieces import Body, from_hex, single
@@ -92,12 +93,14 @@ class Relay:
         return sha256
 
     def addressed(
-        self, kind: Kind, record: bytes, receivers: Sequence[str], plan: str, hidden: Collection[str] = ()
+        self, kind: Kind, record: bytes, receivers: Sequence[str], plan: str, hidden: Collection[str] = (),
+        donors: Mapping[str, tuple[str, ...]] = MappingProxyType({}),
     ) -> Callable[[str], Message]:
         """Keep a coordinator's record; return what it sends to each peer: the record, or its hash and holders.
 
         `plan`: id of the proposal of which most receivers have the bytes. `hidden`: receivers that nobody can dial, or that
-        hand on nothing; as few of them are parents as can be without more than FANOUT children of another.
+        hand on nothing; as few of them are parents as can be without more than FANOUT children of another. `donors`: whom a
+        receiver that lacks this proposal asks first.
         """
         me, whole = self._endpoint.peer_id, self._compact(kind, record, plan)
         others = [peer for peer in receivers if peer != me]
@@ -116,19 +119,22 @@ class Relay:
                 return whole
             parent = (index - copies) // children
             parents[peer] = others[parent]
-            return Message(pack(Passed(whole.kind, sha256, others[parent], _tier(parent, copies, children))), Kind.PASSED)
+            passed = Passed(whole.kind, sha256, others[parent], _tier(parent, copies, children), donors.get(peer, ()))
+            return Message(pack(passed), Kind.PASSED)
 
         return message_to
 
     async def received(self, message: Message, coordinator: str) -> Message:
         """Return the record that the coordinator's message contains or names. Raises PeerUnreachable, Refused, WireError."""
+        named: tuple[str, ...] = ()
         if message.kind == Kind.PASSED:
             passed = unpack(Passed, message.body)
+            named = passed.donors
             message = Message(await self._fetch(passed, coordinator), passed.kind)
         self.keep(bytes(message.body))
         if message.kind == Kind.COMPACT:
             compact = unpack(Compact, message.body)
-            known = await self._known(compact.known, coordinator) if compact.known else b""
+            known = await self._known(compact.known, named, coordinator) if compact.known else b""
             message = Message(expanded(compact.body, known), compact.kind)
         if message.kind not in KINDS:
             raise WireError(f"a frame of kind {message.kind} where a plan or a commit belongs")
@@ -140,12 +146,13 @@ class Relay:
         known = self.proposal(plan) if plan else None
         return Message(pack(Compact(kind, plan if known else "", compressed(record, known or b""))), Kind.COMPACT)
 
-    async def _known(self, plan: str, coordinator: str) -> bytes:
-        """Return the bytes of a proposal, fetched unless they are here."""
+    async def _known(self, plan: str, named: Sequence[str], coordinator: str) -> bytes:
+        """Return the bytes of a proposal, fetched unless they are here. `named`: asked first, but strangers after others."""
         known = self.proposal(plan)
         if known is None:
             content, is_trusted = single("plan", plan, from_hex(plan), MAX_FRAME_BYTES), self._endpoint.shares.is_trusted
-            donors = sorted(self.donors(), key=lambda peer: not is_trusted(peer))[:MAX_ASKED]
+            found = dict.fromkeys((*named, *self.donors()))
+            donors = sorted(found, key=lambda peer: not is_trusted(peer))[:MAX_ASKED]
             tiers = [self._fetcher.peers(each) for each in (donors, [coordinator]) if each]
             known = bytes(await self._fetcher.fetch_single(content, tiers))
         return known

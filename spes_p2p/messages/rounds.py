@@ -342,6 +342,8 @@ class Passed:
     """The peer that has the record, or gets it."""
     tier: Annotated[int, Ge(0), Le(2**4)]
     """Peers on the way from the coordinator to the parent."""
+    donors: Annotated[tuple[PeerId, ...], MaxLen(2)] = ()
+    """Peers to ask first for the proposal that is the dictionary of this one, for a receiver that lacks it."""
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ staged, gets the decided commit. A stream that breaks tells both ends at once. A
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -203,7 +204,7 @@ class Coordination:
             self._order = self._in_order_of_trust(plan.members)
             self._hidden = frozenset(member.peer for member in plan.members if not self._hands_on(member))
             self._proposal_to = self._node.relay.addressed(
-                Kind.PROPOSAL, pack(plan.proposal), self._order, self.parent.plan, self._hidden
+                Kind.PROPOSAL, pack(plan.proposal), self._order, self.parent.plan, self._hidden, self._donors(plan)
             )
             self._plan.set_result(plan)
             await self._reports.wait()
@@ -231,6 +232,19 @@ class Coordination:
             return member.is_stranger, not self._hands_on(member), *drawn
 
         return [member.peer for member in sorted(members, key=place)]
+
+    def _donors(self, plan: Plan) -> dict[str, tuple[str, ...]]:
+        """Return whom each member that was none of the last round asks for that round's proposal, and whom if this one is busy.
+
+        As few as can be ask the same one. The last in the tree come first, since they hand on least.
+        """
+        had = set(self.parent.members)
+        cannot = {self._node.peer_id, *self._hidden, *(member.peer for member in plan.members if member.is_stranger)}
+        giving = [peer for peer in reversed(self._order) if peer in had and peer not in cannot]
+        lack = [peer for peer in self._order if peer not in had]
+        spare = giving[len(lack) :] or giving
+        pairs = zip(itertools.cycle(giving), itertools.cycle(spare), strict=True)
+        return dict(zip(lack, pairs, strict=False))
 
     def _hands_on(self, member: Member) -> bool:
         return member.bandwidth > 0 and (not member.is_stranger or self._node.relay.hands_on(member.peer))

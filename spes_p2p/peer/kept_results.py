@@ -9,7 +9,7 @@ from hashlib import sha256
 
 from spes_p2p.content.fetcher import Fetcher, Tiers
 from spes_p2p.content.pieces import Body, Content, Piece, from_hex, single
-from spes_p2p.content.transfer import ContentServer
+from spes_p2p.content.transfer import BUSY_RETRY_S, ContentServer
 from spes_p2p.errors import PeerUnreachable, Refused
 from spes_p2p.messages.codec import WireError, pack
 from spes_p2p.messages.consensus import Commit
@@ -42,6 +42,9 @@ logger = logging.getLogger(__name__)
 KINDS: tuple[ContentKind, ...] = ("plan", "manifests", "parts")
 MAX_CONCURRENT_UPLOADS = 8
 """Bounds the peers that replay rounds from this one at the same time."""
+ENOUGH_BYTES = 2**17
+"""Who has given this much of proposals in a round sends each further peer elsewhere once. All members have the same proposals,
+and of a hundred that join a large swarm at once, some draw the same member."""
 
 
 class KeptResults:
@@ -51,6 +54,8 @@ class KeptResults:
         self.by_plan: dict[str, Results] = {}
         self.evidence: dict[str, tuple[bytes, ...]] = {}
         """Evidence of commits that this peer proposed or voted for, by plan: the proposal, then the manifest of each root."""
+        self._given_bytes, self._sent_elsewhere = 0, set[str]()
+        """Of proposals, since the last round was applied, and the peers that were refused one."""
         self._store, self._run, self._derive = world.store, world.run_blocking, derive
         self._layout, self._codecs = layout, codecs
 
@@ -71,6 +76,12 @@ class KeptResults:
         await server.serve("manifests", self._manifest, MAX_CONCURRENT_UPLOADS)
         await server.serve("parts", self._part, MAX_CONCURRENT_UPLOADS)
 
+    def send_elsewhere(self, peer: str) -> None:
+        """Raise Refused (busy), once to each peer, when this one has given enough proposals in this round."""
+        if self._given_bytes >= ENOUGH_BYTES and peer not in self._sent_elsewhere:
+            self._sent_elsewhere.add(peer)
+            raise Refused(Code.BUSY, "others got the proposal here, and all members have it", retry_s=BUSY_RETRY_S)
+
     def begin(self, plan: Plan, lost: tuple[tuple[int, ...], ...] = ()) -> Results:
         """Begin to keep the results of a plan. Raises WireError when `lost` names other than members of the plan."""
         results = Results.empty(plan, self._layout, self._codecs, lost=lost)
@@ -88,6 +99,7 @@ class KeptResults:
 
         `pinned_round`: round of the oldest base that a peer is downloading.
         """
+        self._given_bytes, self._sent_elsewhere = 0, set()
         oldest = min(base_round - kept_rounds, durable_round)
         if pinned_round is not None:
             oldest = min(oldest, max(pinned_round, base_round - MAX_KEPT_ROUNDS))
@@ -212,7 +224,9 @@ class KeptResults:
         await fetcher.fetch(Content("parts", commit.plan, piece), missing, donors, keep)
 
     async def _plan(self, plan: str, index: int) -> Body | None:
-        return self.proposal(plan) if index == 0 else None
+        proposal = self.proposal(plan) if index == 0 else None
+        self._given_bytes += len(proposal or b"")
+        return proposal
 
     async def _manifest(self, plan: str, place: int) -> Body | None:
         return self._evidence_piece(plan, 1 + place)

@@ -131,8 +131,15 @@ class Replica:
         paced: dict[ContentKind, float] = {kind: of_bases for kind in get_args(ContentKind) if kind != "record"}
         content.paced = paced | dict.fromkeys(KINDS, ANSWERS_SHARE)
         await self.results.serve(content)
+        if not is_open:  # there, who is sent elsewhere may come to a stranger
+            content.admit["plan"] = self._admit_to_proposal
         self.store.snapshots.on_invitation = self.node.see_invitation
         await self.store.snapshots.serve(self.node.endpoint, content)
+
+    def _admit_to_proposal(self, peer: str, plan: str) -> None:
+        """Refuse a peer once where others got enough; no elector, which asks this peer alone before it votes."""
+        if peer not in self.node.log.last.electorate:
+            self.results.send_elsewhere(peer)
 
     async def replay_until(self, round_number: int) -> None:
         """Apply the stored rounds after the stored base up to this one: a checkpoint belongs to the base after it."""
