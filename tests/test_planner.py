@@ -446,7 +446,7 @@ def test_a_base_in_memory_is_written_every_fourth_round_and_a_rounds_arrays_neve
 
 
 @pytest.mark.parametrize(("asked", "free_gib", "bases", "arrays"), [
-    ("auto", 1024, True, True), ("auto", 24, False, True), ("auto", 3, False, False), ("disk", 1024, False, False),
+    ("auto", 1024, True, True), ("auto", 24, False, True), ("auto", 1, False, False), ("disk", 1024, False, False),
     ("ram", 1, True, True),
 ])
 def test_bases_or_only_a_rounds_arrays_are_in_memory_where_half_of_what_is_free_suffices(
