@@ -162,6 +162,20 @@ def test_a_thin_line_sends_its_expert_once_and_others_send_the_copies() -> None:
     assert max(sent_seconds(parts, members)) == 4 * 32 * 16
 
 
+@pytest.mark.parametrize("trainers", [1, 2])
+def test_members_without_work_hand_on_what_few_trained(trainers: int) -> None:
+    """As when many join at once: they need not wait for a mean."""
+    experts = [TensorSpec(f"experts.{e}.gate_up_proj", (32, 16), "expert", 0, e) for e in range(8)]
+    layout = Layout([TensorSpec("embed", (8, 16), "shared"), *experts])
+    members = tuple(
+        member(f"{i}", 5 * (i < trainers), tuple(int(e % trainers == i) for e in range(8))) for i in range(trainers + 5)
+    )
+    parts = part_table(layout, members, codecs("none"), 64)
+    sent = sent_seconds(parts, members)
+    own_s = sum(part.encoded_bytes for part in parts if 0 in part.contributors)
+    assert max(sent) <= 1.1 * max(own_s, sum(sent) / len(members))
+
+
 @given(st.integers(1, 70).flatmap(lambda n: st.tuples(st.just(n), st.sets(st.integers(0, n - 1)))))
 def test_masks_round_trip(case: tuple[int, set[int]]) -> None:
     count, contributors = case

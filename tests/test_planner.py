@@ -30,6 +30,7 @@ from spes_p2p.config.campaign import (
     CodecConfig,
     ExpertsConfig,
     OuterConfig,
+    SyncConfig,
     load_campaign_config,
     make_peer_config,
 )
@@ -427,6 +428,17 @@ def test_outer_momentum_counts_wherever_a_base_is() -> None:
     assert bootstrap_disk_bytes(with_momentum, 5).archive - bootstrap_disk_bytes(plain, 5).archive == 5 * shared
 
 
+@pytest.mark.parametrize("sync", [{"overlap": True}, {"audited_share": 0.0}, {"codec": "sparse"}, {}])
+def test_whoever_judges_a_round_of_an_open_campaign_sets_its_work_aside(sync: dict[str, Any]) -> None:
+    friends = tiny_campaign()
+    friends = friends.model_copy(update={"sync": SyncConfig.model_validate({**friends.sync.model_dump(), **sync})})
+    setup = find_room(friends, Device("cpu", GIB), "x").setup
+    layout = layout_of(friends.model)
+    trained = 4 * (shared_elements(layout) + setup.owned * layout.expert(0).size)
+    of_strangers = friends.model_copy(update={"admission": "open"})
+    assert host_bytes(of_strangers, setup, True).update - host_bytes(friends, setup, True).update == trained
+
+
 def test_a_base_in_memory_is_written_every_fourth_round_and_a_rounds_arrays_never() -> None:
     config = recipe_1b()
     choice = find_room(config, Device("cuda", 24 * GIB), "")
@@ -446,14 +458,14 @@ def test_a_base_in_memory_is_written_every_fourth_round_and_a_rounds_arrays_neve
 
 
 @pytest.mark.parametrize(("asked", "free_gib", "bases", "arrays"), [
-    ("auto", 1024, True, True), ("auto", 24, False, True), ("auto", 1, False, False), ("disk", 1024, False, False),
+    ("auto", 1024, True, True), ("auto", 24, False, True), ("auto", 2, False, False), ("disk", 1024, False, False),
     ("ram", 1, True, True),
 ])
 def test_bases_or_only_a_rounds_arrays_are_in_memory_where_half_of_what_is_free_suffices(
     asked: str, free_gib: int, bases: bool, arrays: bool, tmp_path: Path
 ) -> None:
     settings = make_peer_config(run_dir=tmp_path, experts=1, base=asked, micro_batch_size=1)
-    in_training_gib = 11
-    for device in (Device("cpu", (free_gib + in_training_gib) * GIB), Device("cuda", 24 * GIB, host_memory=free_gib * GIB)):
+    with_training = int((free_gib + 10.7) * GIB)
+    for device in (Device("cpu", with_training), Device("cuda", 24 * GIB, host_memory=free_gib * GIB)):
         found = resources_on(device, settings, recipe_1b())
         assert (found.base_in_memory, found.arrays_in_memory) == (bases, arrays)

@@ -34,6 +34,7 @@ from spes_p2p.testing.memory_store import MemoryStore
 
 LAYOUT = Layout(
     [TensorSpec("embed", (2 * PIECE_ELEMENTS + 999,), "shared"), TensorSpec("gate", (2, 64), "router", 0)]
+    + [TensorSpec("gate_bias", (64,), "router", 0, is_fixed=True)]  # members send values for it all the same
     + [TensorSpec(f"experts.{e}.gate_up_proj", (PIECE_ELEMENTS, 2), "expert", 0, e) for e in range(2)]
 )
 PLAIN = OuterConfig()

@@ -9,7 +9,6 @@ from spes_p2p.content.bases import KEPT_SNAPSHOTS
 from spes_p2p.model.layout import Group
 from spes_p2p.model.memory import Setup, host_shards_bytes, shared_elements, stored_bytes
 from spes_p2p.model.sizes import sizes_of
-from spes_p2p.rounds.audits import are_audited
 from spes_p2p.rounds.codecs import group_codecs
 from spes_p2p.rounds.outer import base_size
 
@@ -36,7 +35,7 @@ class HostBytes:
     base: int
     """The two that are served and the next one, if in memory."""
     update: int
-    """The announced update, encoded, if in memory; and the work that is set aside while other weights are evaluated."""
+    """The announced update, encoded, if in memory; and the work that is set aside while other weights are measured."""
     sums: int
     """Sums that this peer reduces, their residuals and inputs, if in memory."""
     pieces: int
@@ -84,9 +83,12 @@ def trained_bytes(config: CampaignConfig, owned: int) -> int:
 
 
 def set_aside_bytes(config: CampaignConfig, owned: int) -> int:
-    """Return the bytes of pending work, of which there is none where a phase only begins after an evaluation."""
+    """Return the bytes of pending work where other weights are measured while there is some.
+
+    With `sync.overlap` evaluations do so, in an open campaign whoever judges a round or audits a phase.
+    """
     evaluates = config.sync.overlap and config.evaluation.every_rounds > 0 and config.data.validation_manifest is not None
-    return trained_bytes(config, owned) if evaluates or are_audited(config) else 0
+    return trained_bytes(config, owned) if evaluates or config.admission == "open" else 0
 
 
 def sums_bytes(config: CampaignConfig) -> int:

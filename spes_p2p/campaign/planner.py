@@ -68,7 +68,7 @@ class DiskBytes:
     download: int
     """An older base while a peer downloads it, with the results since; or a base that this peer downloads."""
     scratch: int
-    """The announced update, sums with their residuals and inputs, and the work set aside while other weights are evaluated."""
+    """The announced update, sums with their residuals and inputs, and the work set aside while other weights are measured."""
     archive: int
     """Bases that a bootstrap peer archives."""
     results: int

@@ -19,7 +19,7 @@ from spes_p2p.rounds.digest import PIECE_ELEMENTS
 from spes_p2p.rounds.influence import square_sum
 from spes_p2p.rounds.merge import merge_range, merged_rows
 from spes_p2p.rounds.outer import momentum_offsets, next_momentum, next_weights, outer_settings
-from spes_p2p.rounds.parts import Part
+from spes_p2p.rounds.parts import Part, decode_result
 from spes_p2p.rounds.planned import Merge
 from spes_p2p.rounds.step_bounds import StepBounds
 
@@ -129,7 +129,7 @@ class _OuterStep:
         threads: int,
     ):
         self._base, self._encoded, self._outer, self._factors = base, encoded, outer, factors
-        self._targets, self._fixed = _targets(layout, committed, outer), layout.fixed
+        self._layout, self._targets = layout, _targets(layout, committed, outer)
         self._stops = [target.stop for target in self._targets]
         self._decoded: OrderedDict[int, tuple[bytes | memoryview, np.ndarray]] = OrderedDict()
         """By part index: what was decoded, and its values."""
@@ -177,20 +177,12 @@ class _OuterStep:
         """Return a part's update, from the cache unless its result was replaced since."""
         encoded, known = self._encoded[part.index], self._decoded.get(part.index)
         if known is None or known[0] is not encoded:
-            known = encoded, self._without_fixed(part, part.codec.decode(encoded, part.size))
+            known = encoded, decode_result(part, encoded, self._layout)
             with self._lock:
                 self._decoded[part.index] = known
                 if len(self._decoded) > self._most_decoded:
                     self._decoded.popitem(last=False)
         return known[1]
-
-    def _without_fixed(self, part: Part, update: np.ndarray) -> np.ndarray:
-        """Return the update without what it would change of tensors that nobody trains."""
-        for placed in self._fixed:
-            if placed.start < part.stop and part.start < placed.stop:
-                update = update.copy()
-                update[max(0, placed.start - part.start) : placed.stop - part.start] = 0
-        return update
 
 
 def _targets(layout: Layout, committed: Sequence[Part], outer: OuterConfig) -> list[_Target]:

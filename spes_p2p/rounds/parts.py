@@ -6,6 +6,8 @@ from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 
+import numpy as np
+
 from spes_p2p.model.layout import Group, Layout
 from spes_p2p.rounds.cells import NO_CELL
 from spes_p2p.rounds.codecs import Codec, GroupCodecs
@@ -122,6 +124,17 @@ def part_ranges(
         step = part_elements(codec, min(part_bytes, spread))
         ranges += [(group, a, min(group.stop, a + step)) for a in range(group.start, group.stop, step)]
     return tuple(ranges)
+
+
+def decode_result(part: Part, encoded: bytes | memoryview, layout: Layout) -> np.ndarray:
+    """Return a result, float32 `[part.size]`, with 0 for what nobody trains (`Layout.fixed`), whatever members sent."""
+    update = part.codec.decode(encoded, part.size)
+    fixed = [placed for placed in layout.fixed if placed.start < part.stop and part.start < placed.stop]
+    if fixed:
+        update = update.copy()
+    for placed in fixed:
+        update[max(0, placed.start - part.start) : placed.stop - part.start] = 0
+    return update
 
 
 def weight(member: Member, group: Group) -> int:

@@ -6,10 +6,10 @@ reducer of a part with c contributors receives c' updates (those of others) and 
 
 Then the members that would send for longest delegate parts that they alone contribute to, and send those only once. A round
 takes at least max over members of (bytes sent / upload bandwidth): a contributor sends its update once, a reducer
-`extra_copies` more, and one without an update of its own has nothing to send until others have sent theirs. Delegation adds
-no bytes, since a result crosses N - 1 uplinks whoever serves it, so the optimum is at least max(own updates / own bandwidth,
-all bytes sent / all bandwidth). Members delegate if the longest time exceeds DELEGATION_RATIO times that bound, as long as it
-gets shorter.
+`extra_copies` more. One without an update of its own has no mean to send until others have sent their updates; what one member
+alone contributes it hands on as it comes. Delegation adds no bytes, since a result crosses N - 1 uplinks whoever serves it, so
+the optimum is at least max(own updates / own bandwidth, all bytes sent / all bandwidth). Members delegate if the longest time
+exceeds DELEGATION_RATIO times that bound, as long as it gets shorter.
 """
 
 from __future__ import annotations
@@ -74,6 +74,8 @@ class Links:
         """Seconds to receive and send for the parts that it reduces."""
         self._own_s = dict.fromkeys(reducers, 0.0)
         """Seconds to upload its own updates."""
+        self._averaged_s = dict.fromkeys(reducers, 0.0)
+        """Those of parts to which others contribute, too."""
         self._sends_s = dict.fromkeys(reducers, 0.0)
         """Seconds until it has sent all."""
         self._members = members
@@ -82,11 +84,13 @@ class Links:
         """Count the upload of the contributors' updates."""
         for i in part.contributors:
             if i in self._sends_s:
-                self._own_s[i] += part.encoded_bytes / self._members[i].bandwidth
+                seconds = part.encoded_bytes / self._members[i].bandwidth
+                self._own_s[i] += seconds
+                self._averaged_s[i] += seconds * (len(part.contributors) > 1)
 
     def wait_for_updates(self) -> None:
-        """Count the time until updates have come for reducers that have none of their own, such as helpers."""
-        waited_s = median_low([own_s for own_s in self._own_s.values() if own_s] or [0.0])
+        """Count the time until there are means, for reducers without an update of their own, such as helpers."""
+        waited_s = median_low([averaged_s for averaged_s in self._averaged_s.values() if averaged_s] or [0.0])
         for i, own_s in self._own_s.items():
             self._sends_s[i] = own_s or waited_s
 

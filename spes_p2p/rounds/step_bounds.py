@@ -20,7 +20,7 @@ from spes_p2p.messages.consensus import Commit
 from spes_p2p.model.layout import Group, Layout
 from spes_p2p.rounds.influence import square_sum
 from spes_p2p.rounds.outer import records_of
-from spes_p2p.rounds.parts import Part
+from spes_p2p.rounds.parts import Part, decode_result
 from spes_p2p.rounds.planned import Member
 from spes_p2p.rounds.results import Results
 from spes_p2p.storage.threads import in_threads
@@ -84,7 +84,7 @@ def bounds_of(
     """Return the bounds of a decided round, from its base and its complete results. `known`: square sums taken before."""
 
     def square_sum_of(part: Part) -> float:
-        return square_sum(part.codec.decode(results.encoded[part.index], part.size))
+        return square_sum(decode_result(part, results.encoded[part.index], layout))
 
     committed = results.committed(commit)
     square_sums = dict(known or {})
