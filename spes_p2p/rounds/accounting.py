@@ -92,6 +92,7 @@ class Ledger:
         self._losses = 0.0, 0
         """Sum and tokens of the announced losses."""
         self._update: dict[int, memoryview] = {}
+        """What of the announced update no base includes yet, encoded, by start of its part; no bytes where it is not finite."""
         self.drift: dict[str, Drift] = {}
         """By kind of weights, at the last commit; empty if it included no update of this peer."""
         self._handed_over: dict[int, np.ndarray] = {}
@@ -125,12 +126,15 @@ class Ledger:
     def update(self) -> Mapping[int, memoryview]:
         """The announced update, encoded, by start of its part: of all parts to which this peer contributes in the next round.
 
-        Empty where the values are not finite.
+        Later rounds and announcements leave the mapping as it is. No bytes where the values are not finite.
         """
         return self._update.copy()
 
     def possibly_sent(self, trainer: Trainer, base: np.ndarray, part: Part) -> Sent | None:
-        """Return what a push before a restart may have contained of a part: all that is pending, None if that is nothing."""
+        """Return what a push before a restart may have contained of a part; None if that is nothing.
+
+        It is all that is pending or, if this peer has trained since the restart, what it announced then.
+        """
         group, first = part.group, part.start - part.group.start
         if self._is_trained(trainer, group) and not self._fresh.of(group):
             return partial(pending_between, trainer, base, group, first, first + part.size)
