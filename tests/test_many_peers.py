@@ -152,7 +152,7 @@ def test_no_two_of_many_joiners_get_the_last_proposal_from_the_same_member(monke
         return +given
 
     given = simulate(main)
-    assert sum(given.values()) > 8
+    assert sum(given.values()) > 5
     assert max(given.values()) == 1
     assert not {*given}.intersection("MNOPQRSTUVX"), "they are last to have it"
 
