@@ -132,8 +132,9 @@ class SentUpdate:
         found: list[EncodedUpdate] = await self.context.run_blocking(self._read, batch)
         if self.is_over:
             return []
-        for part in (each.part for each in found):
-            self.parts[part.index] = part, partial(part.codec.decode, self.context.update[part.start], part.size)
+        for each in found:
+            part, kept = each.part, self.context.update[each.part.start]
+            self.parts[part.index] = part, partial(part.codec.decode, kept, part.size)
         return found
 
     def _read(self, batch: Sequence[Part]) -> list[EncodedUpdate]:

@@ -36,7 +36,7 @@ from spes_p2p.rounds.parts import Part
 from spes_p2p.storage.scratch import Scratch, memory_scratch, scratch_arrays
 from spes_p2p.storage.threads import in_threads
 from spes_p2p.training.interface import PhaseReport, Trainer
-from spes_p2p.training.pending import add_pending, pending_between, pending_of, trained_groups
+from spes_p2p.training.pending import add_pending, is_trained, pending_between, pending_of, trained_groups
 
 MAX_PENDING_ROUNDS = 2
 """Discard an update that more rounds than this left out: it is too stale."""
@@ -136,7 +136,7 @@ class Ledger:
         It is all that is pending or, if this peer has trained since the restart, what it announced then.
         """
         group, first = part.group, part.start - part.group.start
-        if self._is_trained(trainer, group) and not self._fresh.of(group):
+        if is_trained(trainer, group) and not self._fresh.of(group):
             return partial(pending_between, trainer, base, group, first, first + part.size)
         body = self._update.get(part.start)
         return partial(part.codec.decode, body, part.size) if body else None
@@ -263,12 +263,12 @@ class Ledger:
         self, trainer: Trainer, group: Group, old: np.ndarray, new: np.ndarray, sent: Mapping[int, Sent], drift: DriftSums
     ) -> None:
         """Apply the accounting rule to one group. `sent`: what is included, by start of its range."""
-        is_trained, handed_over = self._is_trained(trainer, group), self._handed_over_of(group)
-        if not is_trained:
+        trained_here, handed_over = is_trained(trainer, group), self._handed_over_of(group)
+        if not trained_here:
             trainer.refresh(group, new[group.start : group.stop])
         for _, start, stop in self._ranges[self._places[group.name]]:
             here = slice(start - group.start, stop - group.start)
-            if start not in sent and not is_trained:
+            if start not in sent and not trained_here:
                 continue
             step = new[start:stop] - old[start:stop]
             if start in sent:
@@ -278,7 +278,7 @@ class Ledger:
                     handed_over[here] -= pushed
                 step -= pushed
                 self._update.pop(start, None)
-            if is_trained:
+            if trained_here:
                 trainer.add(group, step, here.start)
 
     def _age_pending(self, trainer: Trainer, included: set[str]) -> int:
@@ -318,7 +318,7 @@ class Ledger:
                 continue
             if handed_over is not None:
                 handed_over[first : stop - group.start] -= codec.decode(body, stop - start)
-            elif self._is_trained(trainer, group):
+            elif is_trained(trainer, group):
                 trainer.add(group, -codec.decode(body, stop - start), first)
         return dropped
 
@@ -330,13 +330,9 @@ class Ledger:
     def _is_announced(self, group: Group) -> bool:
         return any(start in self._update for _, start, _ in self._ranges[self._places[group.name]])
 
-    @staticmethod
-    def _is_trained(trainer: Trainer, group: Group) -> bool:
-        return group.expert is None or group.expert in trainer.owned
-
     def _contributes(self, trainer: Trainer, group: Group) -> bool:
         """Return whether this peer trains the group, or has a handed-over update of it."""
-        return self._is_trained(trainer, group) or group.expert in self._handed_over
+        return is_trained(trainer, group) or group.expert in self._handed_over
 
     def _handed_over_of(self, group: Group) -> np.ndarray | None:
         return None if group.expert is None else self._handed_over.get(group.expert)

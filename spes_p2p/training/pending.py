@@ -12,9 +12,14 @@ from spes_p2p.training.interface import Trainer
 PIECE_ELEMENTS = 2**16
 
 
+def is_trained(trainer: Trainer, group: Group) -> bool:
+    """Return whether this trainer trains the group: the router, the shared weights or one of its own experts."""
+    return group.expert is None or group.expert in trainer.owned
+
+
 def trained_groups(trainer: Trainer) -> list[Group]:
-    """Return the groups that this trainer trains: the router, the shared weights and its own experts."""
-    return [group for group in trainer.layout.groups if group.expert is None or group.expert in trainer.owned]
+    """Return the groups that this trainer trains."""
+    return [group for group in trainer.layout.groups if is_trained(trainer, group)]
 
 
 def pending_pieces(trainer: Trainer, base: np.ndarray, group: Group) -> Iterator[np.ndarray]:
