@@ -92,7 +92,7 @@ async def run_swarm(
         address = await _address(run_dir / BOOTSTRAP, processes[BOOTSTRAP])
         invited = [await _invited(files.campaign.config.admission, run_dir, number) for number in range(peers)]
         processes.update(start_trainers(address, run_dir, files.folders, invited))
-        await _watch(processes, address, run_dir, rounds, stopped, on_started)
+        await _watch(processes, address, run_dir, rounds, needed, stopped, on_started)
     finally:
         failed = await _end(processes)
     summary = summarise(run_dir, [f"peer-{i}" for i in range(peers)], time.monotonic() - started, failed)
@@ -165,7 +165,8 @@ async def invited_by(bootstrap: Path, elector: str = "") -> tuple[str, str]:
 
 def summarise(run_dir: Path, names: list[str], seconds: float, failed: tuple[str, ...]) -> Summary:
     """Merge the peers' histories and plot the loss."""
-    histories = {name: read_history(run_dir / name / "history.jsonl") for name in names}
+    paths = {name: run_dir / name / "history.jsonl" for name in names}
+    histories = {name: read_history(path) for name, path in paths.items() if path.exists()}
     events = {name: [entry.event for entry in history] for name, history in histories.items()}
     commits = {name: [e for e in found if isinstance(e, RoundCommitted)] for name, found in events.items()}
     everything = [event for found in commits.values() for event in found]
@@ -221,10 +222,10 @@ async def _address(folder: Path, process: subprocess.Popen[bytes]) -> str:
 
 
 async def _watch(
-    processes: dict[str, subprocess.Popen[bytes]], address: str, run_dir: Path, rounds: int | None, stopped: asyncio.Event,
-    on_started: Callable[[], None],
+    processes: dict[str, subprocess.Popen[bytes]], address: str, run_dir: Path, rounds: int | None, needed: int,
+    stopped: asyncio.Event, on_started: Callable[[], None],
 ) -> None:
-    """Show the swarm until the run ends."""
+    """Show the swarm until the run ends. Raises UserError if fewer trainers are left than the first round needs."""
     from spes_p2p.client.connection import connect
 
     async with connect([address]) as swarm:
@@ -242,8 +243,11 @@ async def _watch(
                 if last_seen:
                     view.update([in_these_rounds(status, rounds) for status in last_seen], notes)
                 trainers = [process for name, process in processes.items() if name != BOOTSTRAP]
-                if all(process.poll() is not None for process in trainers) or processes[BOOTSTRAP].poll() is not None:
+                left = sum(process.poll() is None for process in trainers)
+                if not left or processes[BOOTSTRAP].poll() is not None:
                     return
+                if left < needed and statuses and not any(status.round > 0 for status in statuses):
+                    raise UserError("; ".join([f"{left} trainers are left, the first round needs {needed}", *notes]))
                 committed = [status.round for status in statuses if status.role == "trainer"]
                 if rounds is not None and committed and min(committed) >= rounds:
                     return
