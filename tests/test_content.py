@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from exchange_round import LAYOUT, PART_BYTES, make_plan_of, member
 
-from spes_p2p.content.bases import Snapshots
+from spes_p2p.content.bases import Snapshots, base_content
 from spes_p2p.content.fetcher import (
     BUSY_PATIENCE_S,
     EMPTY_REQUESTS,
@@ -90,7 +90,7 @@ def base_case(folder: Path) -> Case:
         snapshots.publish("h", 3, base)
         return snapshots.serve(endpoint, server)
 
-    return Case(listed("base", "h", piece_digests(base), 4 * PIECE_ELEMENTS), pieces, serve)
+    return Case(base_content("h", piece_digests(base)), pieces, serve)
 
 
 def tokens_case(folder: Path) -> Case:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import math
 from collections.abc import Mapping
 
 import numpy as np
@@ -16,12 +15,14 @@ from spes_p2p.content.bases import (
     SLOT_PIECES,
     PartialDownload,
     Snapshots,
+    base_content,
     collect_offers,
     download,
     newest_bases,
 )
 from spes_p2p.content.fetcher import Fetcher
-from spes_p2p.content.pieces import Body, listed
+from spes_p2p.content.floats import pack_floats
+from spes_p2p.content.pieces import Body
 from spes_p2p.content.transfer import SIZE_BYTES, ContentServer
 from spes_p2p.errors import PeerUnreachable
 from spes_p2p.messages.methods import SNAPSHOT
@@ -66,7 +67,7 @@ async def missing_piece(board: RpcEndpoint, commit: str, base: np.ndarray) -> li
         assert body == base[:PIECE_ELEMENTS].tobytes()
 
     fetcher = Fetcher(board)
-    content = listed("base", commit, piece_digests(base), 4 * PIECE_ELEMENTS)
+    content = base_content(commit, piece_digests(base))
     return await fetcher.fetch(content, [0], [fetcher.peers(["A"])], keep)
 
 
@@ -93,7 +94,8 @@ def test_only_pieces_that_differ_are_downloaded() -> None:
         before = board.received["base"]
         state, _ = await download(Fetcher(board), offers, mine, ignore)
         assert state.tobytes() == BASE.tobytes()
-        assert board.received["base"] - before == 4 * PIECE_ELEMENTS + SIZE_BYTES
+        piece = BASE[PIECE_ELEMENTS * 3 : PIECE_ELEMENTS * 4]
+        assert board.received["base"] - before == len(pack_floats(piece)) + SIZE_BYTES
 
     simulate(main)
 
@@ -128,8 +130,9 @@ def test_a_joiner_that_was_restarted_fetches_only_what_it_has_not() -> None:
         assert len(store.names("download-")) == 2
         state, _ = await download(Fetcher(board), offers, None, ignore, PartialDownload(store), store.scratch)
         assert state.tobytes() == BASE.tobytes()
-        missing = SIZE / PIECE_ELEMENTS - 2 * SLOT_PIECES
-        assert board.received["base"] - before == missing * 4 * PIECE_ELEMENTS + math.ceil(missing) * SIZE_BYTES
+        left = range(2 * SLOT_PIECES * PIECE_ELEMENTS, SIZE, PIECE_ELEMENTS)
+        pieces = [len(pack_floats(BASE[begin : begin + PIECE_ELEMENTS])) + SIZE_BYTES for begin in left]
+        assert board.received["base"] - before == sum(pieces)
         PartialDownload(store).clear()
         assert store.names("") == []
 

@@ -5,7 +5,8 @@
 Each figure is the median over rounds, in GB of float32 per second; parts have the size of a round's parts. Means are of
 CONTRIBUTORS encoded updates each, with and without clipping (rounds/influence.py). Each member takes square sums of results.
 Beside it: the most memory that encoding and decoding a part takes, with its result, as tracemalloc sees it, and what Huffman
-coding of the bytes leaves of them.
+coding of the bytes leaves of them. Last come the pieces of a base, as peers download them: random values, and the same in
+bfloat16.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ from typing import Any
 
 import numpy as np
 
+from spes_p2p.content.floats import pack_floats, unpack_floats
 from spes_p2p.rounds.codecs import CODECS, Codec
+from spes_p2p.rounds.digest import PIECE_ELEMENTS
 from spes_p2p.rounds.influence import Contribution, clipped_mean, square_sum
 from spes_p2p.rounds.parts import part_elements
 
@@ -60,6 +63,11 @@ def main() -> int:
               f"mean {plain:.2f} GB/s, clipped {clipped:.2f} GB/s: {plain / clipped:.2f} times the seconds; "
               f"a part takes {of_part['encode_bytes'] / 1e6:.1f} and {of_part['decode_bytes'] / 1e6:.1f} MB; "
               f"Huffman {of_part['huffman']:.2f}")
+    for name, stored in _bases(values).items():
+        pack, unpack = speeds[f"pack {name}"], speeds[f"unpack {name}"]
+        left = sum(map(len, map(pack_floats, _pieces(stored)))) / stored.nbytes
+        report[f"base {name}"] = {"pack": pack, "unpack": unpack, "bytes": left}
+        print(f"base of {name}: pack {pack:.2f} GB/s, unpack {unpack:.2f} GB/s, {left:.3f} of the bytes")
     if arguments.json:
         arguments.json.write_text(json.dumps(report, indent=2))
     return 0
@@ -100,7 +108,20 @@ def _works(values: np.ndarray) -> dict[str, Callable[[], object]]:
         works |= {f"decode {name}": partial(_each, codec.decode, codes)}
         works |= {f"mean {name}": partial(_average, codec, codes, False)}
         works |= {f"clipped mean {name}": partial(_average, codec, codes, True)}
+    for name, stored in _bases(values).items():
+        packed = [pack_floats(piece) for piece in _pieces(stored)]
+        works |= {f"pack {name}": partial(_each, pack_floats, [(piece,) for piece in _pieces(stored)])}
+        works |= {f"unpack {name}": partial(_each, unpack_floats, [(piece, PIECE_ELEMENTS) for piece in packed])}
     return works
+
+
+def _bases(values: np.ndarray) -> dict[str, np.ndarray]:
+    """Return what a base may hold: these values as they are, and rounded towards zero to bfloat16."""
+    return {"float32": values, "bfloat16": (values.view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32)}
+
+
+def _pieces(values: np.ndarray) -> list[np.ndarray]:
+    return [values[start : start + PIECE_ELEMENTS] for start in range(0, values.size, PIECE_ELEMENTS)]
 
 
 def _average(codec: Codec, codes: Sequence[tuple[bytes, int]], clips: bool) -> None:

@@ -13,13 +13,14 @@ import math
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from spes_p2p.content.fetcher import Fetcher, widening
-from spes_p2p.content.pieces import BadPiece, Body, from_hex, listed, single
+from spes_p2p.content.floats import pack_floats, packed_bytes, unpack_floats
+from spes_p2p.content.pieces import BadPiece, Body, Content, from_hex, listed, single
 from spes_p2p.content.transfer import ContentServer
 from spes_p2p.errors import PeerUnreachable, Refused
 from spes_p2p.messages.admission import Invitation
@@ -117,7 +118,7 @@ class Snapshots:
         if not 0 <= start < base.size:
             return None
         # The disk may be slow to give it, and the event loop must not wait for a page.
-        return await asyncio.to_thread(base[start : start + PIECE_ELEMENTS].astype("<f4").tobytes)
+        return await asyncio.to_thread(pack_floats, base[start : start + PIECE_ELEMENTS])
 
     def _whole(self) -> float:
         """Return the bytes of a base: who was sent more downloads for no good reason."""
@@ -161,6 +162,12 @@ class PartialDownload:
         """Delete what is kept."""
         for name in self._store.names(DOWNLOAD):
             self._store.delete(name)
+
+
+def base_content(commit: str, digests: bytes) -> Content:
+    """Return a commit's base as content. `digests`: of its pieces."""
+    listing = listed("base", commit, digests, packed_bytes(PIECE_ELEMENTS))
+    return replace(listing, unpacked=lambda packed: unpack_floats(packed, PIECE_ELEMENTS))
 
 
 async def collect_offers(
@@ -278,7 +285,7 @@ async def download(
                 await run_blocking(partial.save, slot, state)
             on_progress(total - len(left), total)
 
-    if await fetcher.fetch(listed("base", info.commit, digests, 4 * PIECE_ELEMENTS), missing, donors, keep):
+    if await fetcher.fetch(base_content(info.commit, digests), missing, donors, keep):
         raise PeerUnreachable("no donor is left and the base is incomplete")
     return state, digests
 

@@ -4,7 +4,7 @@
 |---|---|---|---|---|
 | file | sha256 of the file | the file | sha256 | the campaign |
 | base_hashes | commit | the list of piece digests | BLAKE3 | the base digest, which the next commit certifies |
-| base | commit | 2^16 float32 values each | BLAKE3 | base_hashes |
+| base | commit | 2^16 float32 values each, packed (`floats.py`) | BLAKE3 of the values | base_hashes |
 | token_hashes | root | the list of piece hashes | sha256 | the manifest |
 | tokens | root | 256 KiB of ids each | sha256 | token_hashes |
 | plan | plan | the proposal | sha256 | the commit |
@@ -38,7 +38,7 @@ class Piece:
 
     digest: bytes
     max_bytes: int
-    """The piece's size, or an upper bound where only the hash is known."""
+    """The size of what travels, or an upper bound where only the hash is known."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,8 @@ class Content:
     name: str
     piece: Callable[[int], Piece]
     """Return the expected piece of an index."""
+    unpacked: Callable[[Body], Body] = lambda body: body
+    """Return a piece, to be verified, from what travels. Raises WireError."""
 
     def matches(self, index: int, body: Body) -> bool:
         """Return whether the body has the hash of this piece."""

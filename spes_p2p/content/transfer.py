@@ -255,7 +255,8 @@ class PeerDonor:
         async with self.endpoint.stream(self.name, content.kind) as stream:
             await stream.send(pack(PiecesRequest(content.name, tuple(indices))))
             for index in indices:
-                await delivery.put(index, await _receive(stream, content.piece(index).max_bytes, delivery))
+                body = await _receive(stream, content.piece(index).max_bytes, delivery)
+                await delivery.put(index, None if body is None else content.unpacked(body))
 
 
 async def _receive(stream: Stream, max_bytes: int, delivery: Delivery) -> Body | None:

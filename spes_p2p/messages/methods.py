@@ -121,7 +121,7 @@ METHODS = {
         Method(SNAPSHOT, "joiners", "SnapshotRequest", "SnapshotInfo"),
         _pieces("file", "anybody", "a tokenizer or manifest, by its sha256"),
         _pieces("base_hashes", "joiners", "the BLAKE3 of each piece of a base, 32 bytes each, by commit"),
-        _pieces("base", "joiners", "pieces of a base, float32, by commit"),
+        _pieces("base", "joiners", "pieces of a base, packed float32, by commit"),
         _pieces("token_hashes", "trainers", "the sha256 of each piece of a token file, 32 bytes each, by root"),
         _pieces("tokens", "trainers", "pieces of a token file, by root"),
         _pieces("plan", "late members, electors", "a Proposal, by its id"),
