@@ -486,7 +486,7 @@ def test_what_a_stranger_began_to_send_is_dropped_long_before_an_exchange_ends()
 
 def test_what_is_ready_is_served_while_other_parts_wait_for_their_updates() -> None:
     async def main() -> None:
-        members = [member("A", 10, (9, 0, 0, 0)), member("B", 10, (0, 9, 0, 0)), member("C", 10, SHARED_ONLY)]
+        members = [member("A", 10, (9, 0, 0, 0)), member("B", 10, (0, 9, 0, 0)), member("C", 10, (0, 0, 9, 0))]
         played = await Round.open(make_plan_of(members), random_updates(make_plan_of(members)))
         running = asyncio.ensure_future(played.run("AB"))
         await asyncio.sleep(SILENCE_S / 4)
@@ -565,7 +565,7 @@ REFUSED_PUSHES: dict[str, Callable[[Round, Part], bytes]] = {
 @pytest.mark.parametrize("what", REFUSED_PUSHES)
 def test_a_reducer_refuses_and_goes_on_with_the_others(what: str) -> None:
     async def main() -> None:
-        plan = make_plan_of([member("A", 10, (4, 0, 0, 0), 2.0), member("B", 10, SHARED_ONLY), member("C", 10, SHARED_ONLY)])
+        plan = make_plan_of([member("A", 10, (4, 0, 0, 0)), member("B", 10, SHARED_ONLY), member("C", 10, SHARED_ONLY)])
         updates = random_updates(plan)
         played = await Round.open(plan, updates)
         part = shared_parts_of(played, 0)[0]
