@@ -502,6 +502,50 @@ def test_what_is_ready_is_served_while_other_parts_wait_for_their_updates() -> N
     simulate(main)
 
 
+def test_results_wait_while_updates_are_under_way_to_other_members() -> None:
+    """The member that asks may have its update long before others have theirs, and means wait for these."""
+
+    async def main() -> None:
+        members = [member("A", 10, (9, 0, 0, 0), 2.0), member("B", 10, (0, 0, 9, 0), 2.0), member("C", 10, SHARED_ONLY, 3.0)]
+        plan, network = make_plan_of(members), MemoryNetwork(latency_s=0.01)
+        played = await Round.open(plan, random_updates(plan), network=network)
+        order: list[str] = []
+
+        def note(frame: Frame) -> Frame:
+            if frame.sender == "A" and frame.kind == Kind.PART:
+                order.append(frame.method)
+            return frame
+
+        network.set_bandwidth("A", 1e3, 1e6)
+        network.tap = note
+        await played.run()
+        assert order == sorted(order, key=lambda method: method != PUSH)
+        assert set(order) == {PULL, PUSH}
+
+    simulate(main)
+
+
+def test_what_others_can_hand_on_at_once_goes_to_them_first() -> None:
+    async def main() -> None:
+        members = [member("A", 10, (9, 9, 9, 9), 1.0), *(member(peer, 10, SHARED_ONLY, 4.0) for peer in "BCD")]
+        plan, network, order = make_plan_of(members), MemoryNetwork(), list[tuple[str, int]]()
+        played = await Round.open(plan, random_updates(plan), network=network)
+
+        def note(frame: Frame) -> Frame:
+            if frame.sender == "A" and frame.kind == Kind.PART and frame.method == PUSH:
+                order.append((frame.receiver, int.from_bytes(frame.body[:INDEX_BYTES], "little")))
+            return frame
+
+        network.tap = note
+        await played.run()
+        for peer in "BCD":
+            alone = [played.empty().parts[index].contributors == (0,) for target, index in order if target == peer]
+            assert alone == sorted(alone, reverse=True)
+            assert len(set(alone)) == 2
+
+    simulate(main)
+
+
 def test_a_part_that_only_one_of_several_members_holds_is_dropped() -> None:
     async def main() -> None:
         plan = make_plan_of(MEMBERS["two, each expert one owner"])
