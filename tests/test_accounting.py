@@ -41,7 +41,7 @@ class Account:
         self.entered = np.zeros(LAYOUT.size)
         self.given_up = np.zeros(LAYOUT.size)
         self.rounding = np.zeros(LAYOUT.size)
-        """What the codec dropped of each value's last push that was included."""
+        """What the codec dropped of each value's last push that was included or discarded."""
         self.sent: dict[int, tuple[Part, np.ndarray]] = {}
         self.errors: dict[int, np.ndarray] = {}
         """What the codec drops of each of these."""
@@ -77,9 +77,23 @@ class Account:
             self.rounding[part.start : part.stop] = self.errors[index]
         accepted = [(part, partial(np.copy, values)) for part, values in (self.sent[index] for index in included)]
         dropped = self.ledger.settle(self.trainer, self.base, new, accepted)
+        for index, (part, _) in self.sent.items() if dropped else ():
+            place = slice(part.start, part.stop)
+            self.rounding[place] = np.maximum(self.rounding[place], self.errors[index])
         self.base, self.sent = new, {}
         self.note_given_up(before, dropped)
         return dropped
+
+    def restart(self) -> None:
+        """Continue from a checkpoint that has the pushed update apart, which is what it finds in place of the push."""
+        ledger = Ledger(LAYOUT, part_ranges(LAYOUT, self.codecs, PART_BYTES), self.codecs)
+        ledger.load_state(self.ledger.state(is_announced=True))
+        assert (ledger.announced, ledger.pending) == (self.ledger.announced, self.ledger.pending)
+        self.ledger = ledger
+        ledger.announce(self.trainer, self.base)
+        for part, values in self.sent.values():
+            found = ledger.possibly_sent(self.trainer, self.base, part)
+            np.testing.assert_array_equal(values, 0 if found is None else found())
 
     def leave_out(self) -> int:
         """A round in which nothing of mine is included."""
@@ -128,7 +142,7 @@ class Account:
                 np.testing.assert_array_equal(self.trainer.read(group), self.base[group.start : group.stop])
 
 
-EVENTS = ["round", "round", "partial", "dropped", "aborted", "not in it", "own", "jump", "lost"]
+EVENTS = ["round", "round", "partial", "restart", "dropped", "aborted", "not in it", "own", "jump", "lost"]
 OWNED = st.sets(st.integers(0, LAYOUT.num_experts - 1)).map(lambda experts: tuple(sorted(experts)))
 
 
@@ -140,7 +154,7 @@ def test_what_entered_the_base_and_what_is_pending_is_all_that_was_trained(
     account = Account(seed, data.draw(OWNED), codec)
     for _ in range(data.draw(st.integers(1, 12))):
         event = data.draw(st.sampled_from(EVENTS))
-        if event in ("round", "partial", "dropped", "aborted", "not in it"):
+        if event in ("round", "partial", "restart", "dropped", "aborted", "not in it"):
             account.train(data.draw(st.integers(0, 3)))
         if event == "own":
             account.own(data.draw(OWNED))
@@ -151,7 +165,9 @@ def test_what_entered_the_base_and_what_is_pending_is_all_that_was_trained(
         else:
             account.push()
             account.train(data.draw(st.integers(0, 2)))
-            share = {"round": 1.0, "partial": 0.5, "dropped": 0.0}.get(event)
+            if event == "restart":
+                account.restart()
+            share = {"round": 1.0, "partial": 0.5, "restart": 0.5, "dropped": 0.0}.get(event)
             if share is not None:
                 chosen = account.rng.random(len(account.sent)) < share
                 account.commit({index for index, is_in in zip(account.sent, chosen, strict=True) if is_in})

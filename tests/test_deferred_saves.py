@@ -137,7 +137,7 @@ def test_a_peer_killed_in_a_phase_trains_only_what_the_last_checkpoint_lacks(in_
         before = swarm.trainers["A"].local
         swarm.restart("A")
         await swarm.until(lambda: "A" in swarm.peers and swarm.peers["A"].phases.lock.locked())
-        commit, done = swarm.peers["A"].replica.resumed
+        commit, done = swarm.peers["A"].replica.progress
         assert commit == swarm.nodes["A"].log.last.id
         assert 7 - 3 <= done <= 7
         moved = swarm.trainers["A"].local - swarm.peers["A"].replica.base.values[: LAYOUT.size]

@@ -86,5 +86,5 @@ def _load_checkpoint(replica: Replica, base: Base) -> None:
     if found is not None:
         replica.store.checkpoint = found.name
     if found is not None and found.is_whole:
-        replica.resumed = base.commit, found.steps
+        replica.progress, replica.is_saved_in_phase = (base.commit, found.steps), found.steps > 0
         replica.announce()

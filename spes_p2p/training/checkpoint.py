@@ -28,8 +28,8 @@ NO_COMMIT = ""
 class LedgerState(Protocol):
     """The ledger of pending (`rounds/accounting.py`)."""
 
-    def state(self) -> dict[str, np.ndarray]:
-        """Return the ledger as arrays by name."""
+    def state(self, is_announced: bool = False) -> dict[str, np.ndarray]:
+        """Return the ledger as arrays by name. `is_announced`: with the announced update apart."""
 
     def load_state(self, arrays: Mapping[str, np.ndarray]) -> None:
         """Restore `state`."""
@@ -65,15 +65,15 @@ def checkpoint_names(round_number: int) -> tuple[str, str]:
 
 def take_checkpoint(
     store: Store, trainer: Trainer, ledger: LedgerState, layout: Layout, base: np.ndarray, commit: str, round_number: int,
-    kept: str | None, steps: int = 0,
+    kept: str | None, steps: int = 0, is_announced: bool = False,
 ) -> Checkpoint:
     """Write a draft of moments, ledger and `local - base` of every trained group, relative to the base of this commit.
 
     `kept`: checkpoint of the base on disk, which must not be replaced before the next base is durable. `steps`: of the phase
-    after this base that are in it.
+    after this base that are in it. `is_announced`: a round with the announced update is under way.
     Raises UserError (disk full).
     """
-    sources = {LEDGER + name: whole(array) for name, array in ledger.state().items()}
+    sources = {LEDGER + name: whole(array) for name, array in ledger.state(is_announced).items()}
     for group in trained_groups(trainer):
         pieces = partial(pending_pieces, trainer, base, group)
         if any(piece.any() for piece in pieces()):
