@@ -10,15 +10,19 @@ from exchange_round import LAYOUT, codecs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from spes_p2p.peer.own_work import OwnWork
 from spes_p2p.research import ledgers
 from spes_p2p.research.ledgers import BufferedLedger
 from spes_p2p.rounds.accounting import Ledger, TrainedTokens
+from spes_p2p.rounds.base import Base
 from spes_p2p.rounds.codecs import CODECS
 from spes_p2p.rounds.part_table import part_table
 from spes_p2p.rounds.parts import Part, part_ranges
 from spes_p2p.rounds.planned import Member
+from spes_p2p.storage.scratch import memory_scratch
 from spes_p2p.testing.synthetic import SyntheticTrainer
 from spes_p2p.training.interface import Phase, PhaseReport
+from spes_p2p.training.pending import add_pending, trained_groups
 
 TOKENS_PER_STEP, PART_BYTES = 100, 512
 RANGES = part_ranges(LAYOUT, codecs("none"), PART_BYTES)
@@ -275,6 +279,38 @@ def test_a_restart_knows_how_much_work_stands_behind_what_is_pending() -> None:
     account.ledger.announce(account.trainer, account.base)
     assert announced_groups(restarted) == {"shared", "router", "expert.0", "expert.2"}
     assert restarted.update == account.ledger.update
+
+
+@pytest.mark.parametrize("codec", ["int4", "ternary", "sparse", "sparse64"])
+@pytest.mark.parametrize("steps", [0, 2])
+def test_no_value_sent_before_a_restart_within_a_phase_is_pending_on_a_base_that_may_include_it(codec: str, steps: int) -> None:
+    """The checkpoint is of `steps` steps; the update that was sent had more, so its codec may have left out other values."""
+    account = Account(4, (0,), codec)
+    account.train(1)
+    account.push()
+    account.commit(set(account.sent))
+    account.train(steps)
+    work = OwnWork("me", LAYOUT, account.codecs, memory_scratch, 1)
+    work.trainer = SyntheticTrainer(LAYOUT, account.base, (0,), TOKENS_PER_STEP, 1.0, 0)
+    for group in trained_groups(account.trainer):
+        add_pending(work.trainer, group, account.pending()[group.start : group.stop].astype(np.float32))
+    work.ledger.load_state(account.ledger.state())
+    work.announce(account.base)
+    work.sent_update_lost = True
+    account.train(20)
+    account.push()
+    new = account.base.copy()
+    for part, values in account.sent.values():
+        new[part.start : part.stop] += values
+    before = Base("before", 4, account.base, "", None)
+    work.take_assignment = lambda base: None  # type: ignore[method-assign]
+    work.rebase(before, Base("after", 9, new, "", None), keep_pending=False, rolled_back=False)
+    assert work.ledger.max_pending_tokens == 0
+    for part, values in account.sent.values():
+        if values.any():
+            place = slice(part.start - part.group.start, part.stop - part.group.start)
+            pending = work.trainer.read(part.group)[place] - new[part.start : part.stop]
+            np.testing.assert_allclose(pending[values != 0], 0, atol=1e-5)
 
 
 def test_what_was_trained_since_a_restart_is_not_taken_for_a_push_of_before() -> None:

@@ -92,7 +92,7 @@ class OwnWork:
 
         A rollback drops all pending work.
         """
-        self.sent_update_lost = False
+        sent_is_lost, self.sent_update_lost = self.sent_update_lost, False
         if rolled_back:
             self.residuals.clear()
         if self.trainer is None:
@@ -100,7 +100,8 @@ class OwnWork:
         if rolled_back:
             dropped = self.ledger.discard_pending(self.trainer, new.values)
         else:
-            dropped = self.ledger.rebase(self.trainer, old.values, new.values, keep_pending, old.commit == new.commit)
+            is_repair = old.commit == new.commit
+            dropped = self.ledger.rebase(self.trainer, old.values, new.values, keep_pending, is_repair, sent_is_lost)
         self.take_assignment(new)
         return dropped
 

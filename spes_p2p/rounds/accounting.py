@@ -36,7 +36,7 @@ from spes_p2p.rounds.parts import Part
 from spes_p2p.storage.scratch import Scratch, memory_scratch, scratch_arrays
 from spes_p2p.storage.threads import in_threads
 from spes_p2p.training.interface import PhaseReport, Trainer
-from spes_p2p.training.pending import add_pending, is_trained, pending_between, pending_of, trained_groups
+from spes_p2p.training.pending import add_pending, is_trained, pending_between, pending_of, pending_pieces, trained_groups
 
 MAX_PENDING_ROUNDS = 2
 """Discard an update that more rounds than this left out: it is too stale."""
@@ -98,7 +98,7 @@ class Ledger:
         self._handed_over: dict[int, np.ndarray] = {}
         self._age: dict[str, int] = {}
         self._is_restored = False
-        """Whether the update was announced before a restart, for a round that is not settled."""
+        """Whether the update is the one that was sent before a restart, in a round that is not settled."""
 
     @property
     def announced(self) -> TrainedTokens:
@@ -135,8 +135,8 @@ class Ledger:
     def possibly_sent(self, trainer: Trainer, base: np.ndarray, part: Part) -> Sent | None:
         """Return what a push before a restart may have contained of a part; None if that is nothing.
 
-        It is the announced update, if the checkpoint had that apart. Otherwise all that is pending or, if this peer has trained
-        since the restart, what it announced then.
+        It is the announced update if that was sent (`continue_round`). Otherwise it is all that is pending or, if this peer has
+        trained since the restart, what it announced then.
         """
         group, first = part.group, part.start - part.group.start
         if is_trained(trainer, group) and not self._fresh.of(group) and not self._is_restored:
@@ -227,17 +227,22 @@ class Ledger:
         return self._age_pending(trainer, {part.group.name for part, _ in accepted})
 
     def rebase(
-        self, trainer: Trainer, old: np.ndarray, new: np.ndarray, keep_announced: bool, is_repair: bool = False
+        self, trainer: Trainer, old: np.ndarray, new: np.ndarray, keep_announced: bool, is_repair: bool = False,
+        sent_is_lost: bool = False,
     ) -> int:
         """Move to another base without a commit (download, repair); return the announced tokens that are discarded.
 
         Training since the announcement is kept in any case. `is_repair`: the round with the announced update goes on.
+        `sent_is_lost`: what was sent before a restart may differ from the announced update, as in `possibly_sent`.
         """
         lost = 0
-        self._is_restored &= is_repair
         if not keep_announced:
             lost = max((self._drop(trainer, group) for group in self._layout.groups if self._is_announced(group)), default=0)
             self._forget_settled()
+            for group in trained_groups(trainer) if sent_is_lost and not self._is_restored else ():
+                if not self._fresh.of(group):
+                    _take_back(trainer, old, group)
+        self._is_restored &= is_repair
         for group in self._layout.groups:
             self._settle_group(trainer, group, old, new, {}, DriftSums())
         return lost
@@ -273,6 +278,10 @@ class Ledger:
             **handed_over,
         }
 
+    def continue_round(self) -> None:
+        """Take the announced update for the one that was sent before a restart."""
+        self._is_restored = True
+
     def load_state(self, arrays: Mapping[str, np.ndarray]) -> None:
         """Restore `state`. Call before anything is announced or trained."""
         tokens = arrays.get("tokens_behind")
@@ -290,7 +299,7 @@ class Ledger:
             loss_sum, loss_tokens = map(float, arrays["fresh_losses"])
             self._fresh = TrainedTokens(tuple(routed), trained, loss_sum, int(loss_tokens))
             self._load_update({int(n.partition(".")[2]): body for n, body in arrays.items() if n.startswith("update.")})
-            self._is_restored = True
+            self.continue_round()
 
     def _load_update(self, bodies: Mapping[int, np.ndarray]) -> None:
         """Copy an encoded update, by start of its part."""
@@ -388,6 +397,14 @@ class Ledger:
         for group in self._layout.groups:
             tokens[self._places[group.name]] += self._fresh.of(group)
         return tokens
+
+
+def _take_back(trainer: Trainer, base: np.ndarray, group: Group) -> None:
+    """Subtract all that is pending of a trained group."""
+    done = 0
+    for piece in pending_pieces(trainer, base, group):
+        trainer.add(group, -piece, done)
+        done += piece.size
 
 
 def _places_of_groups(ranges: Sequence[tuple[Group, int, int]]) -> dict[str, slice]:
