@@ -107,6 +107,36 @@ def test_random_weights_begin_with_transformers_values_of_what_no_gradient_chang
         assert torch.equal(exact_tensor(state, layout, name), values)
 
 
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_5_moe_text", "qwen3_next", "qwen4_exp_text"])
+def test_random_weights_of_a_family_are_as_large_as_transformers_makes_them(family: str) -> None:
+    config = small_config(family)
+    model = TransformersModel(config=json.loads(config.to_json_string(use_diff=False)))
+    state, layout = initial_state(model), layout_of(model)
+    torch.manual_seed(1)
+    made = classes_of(family)[1](config)
+    for placed in layout.tensors:
+        name, values = placed.spec.name, exact_tensor(state, layout, placed.spec.name)
+        block, _, matrix = name.rpartition(".")
+        expected = made.state_dict().get(name)
+        if expected is None:
+            expected = made.state_dict()[f"{block.rpartition('.')[0]}.{matrix}"][placed.spec.expert]
+        assert values.square().mean().sqrt() == pytest.approx(expected.square().mean().sqrt().item(), rel=0.5, abs=1e-6), name
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("family", ACCEPTED)
+def test_a_family_can_begin_with_random_weights(family: str) -> None:
+    model = TransformersModel(config=json.loads(small_config(family).to_json_string(use_diff=False)))
+    assert np.isfinite(initial_state(model)).all()
+
+
+def test_weights_that_transformers_gives_no_value_are_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = TransformersModel(config=json.loads(small_config("qwen3_next").to_json_string(use_diff=False)))
+    monkeypatch.setattr(classes_of("qwen3_next")[1], "_init_weights", lambda self, module: None)
+    with pytest.raises(UserError, match=r"'qwen3_next': transformers gives model\.embed_tokens\.weight no initial"):
+        initial_state(model)
+
+
 @pytest.mark.sampled(8)
 @pytest.mark.parametrize("family", sorted(set(MOE_TYPES) - set(ACCEPTED)))
 def test_any_other_family_is_refused_in_one_line(family: str) -> None:
