@@ -26,6 +26,7 @@ from spes_p2p.config.problems import validated
 from spes_p2p.errors import UserError
 from spes_p2p.model.build import build_model, exact_tensor, initial_state, layout_of, transformers_config
 from spes_p2p.model.families import check_family
+from spes_p2p.model.memory import Setup, device_bytes
 from spes_p2p.testing.plain_model import plain_model
 from spes_p2p.training.trainer import TorchTrainer
 
@@ -121,6 +122,16 @@ def test_random_weights_of_a_family_are_as_large_as_transformers_makes_them(fami
         if expected is None:
             expected = made.state_dict()[f"{block.rpartition('.')[0]}.{matrix}"][placed.spec.expert]
         assert values.square().mean().sqrt() == pytest.approx(expected.square().mean().sqrt().item(), rel=0.5, abs=1e-6), name
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "minimax", "mixtral"])
+def test_what_no_gradient_changes_is_planned_without_gradients_and_moments(family: str) -> None:
+    """MiniMax's tables of decay are a large part of its weights."""
+    model = TransformersModel(config=json.loads(small_config(family).to_json_string(use_diff=False)))
+    parameters = list(build_model(model, initial_state(model), (0, 3)).parameters())
+    bytes_ = device_bytes(model, 16, Setup(2, "fp32", "adamw", 1, "cpu", False))
+    trained = sum(each.nbytes for each in parameters if each.requires_grad)
+    assert (bytes_.weights, bytes_.gradients, bytes_.moments) == (sum(each.nbytes for each in parameters), trained, 2 * trained)
 
 
 @pytest.mark.sampled(4)
