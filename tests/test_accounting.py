@@ -146,7 +146,7 @@ class Account:
                 np.testing.assert_array_equal(self.trainer.read(group), self.base[group.start : group.stop])
 
 
-EVENTS = ["round", "round", "partial", "restart", "dropped", "aborted", "not in it", "own", "jump", "lost"]
+EVENTS = ["round", "round", "partial", "restart", "killed", "dropped", "aborted", "not in it", "own", "jump", "lost"]
 OWNED = st.sets(st.integers(0, LAYOUT.num_experts - 1)).map(lambda experts: tuple(sorted(experts)))
 
 
@@ -158,7 +158,7 @@ def test_what_entered_the_base_and_what_is_pending_is_all_that_was_trained(
     account = Account(seed, data.draw(OWNED), codec)
     for _ in range(data.draw(st.integers(1, 12))):
         event = data.draw(st.sampled_from(EVENTS))
-        if event in ("round", "partial", "restart", "dropped", "aborted", "not in it"):
+        if event in ("round", "partial", "restart", "killed", "dropped", "aborted", "not in it"):
             account.train(data.draw(st.integers(0, 3)))
         if event == "own":
             account.own(data.draw(OWNED))
@@ -169,7 +169,7 @@ def test_what_entered_the_base_and_what_is_pending_is_all_that_was_trained(
         else:
             account.push()
             account.train(data.draw(st.integers(0, 2)))
-            if event == "restart":
+            if event in ("restart", "killed"):
                 account.restart()
             share = {"round": 1.0, "partial": 0.5, "restart": 0.5, "dropped": 0.0}.get(event)
             if share is not None:
