@@ -10,15 +10,19 @@ from exchange_round import LAYOUT, codecs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from spes_p2p.peer.own_work import OwnWork
 from spes_p2p.research import ledgers
 from spes_p2p.research.ledgers import BufferedLedger
 from spes_p2p.rounds.accounting import Ledger, TrainedTokens
+from spes_p2p.rounds.base import Base
 from spes_p2p.rounds.codecs import CODECS
 from spes_p2p.rounds.part_table import part_table
 from spes_p2p.rounds.parts import Part, part_ranges
 from spes_p2p.rounds.planned import Member
+from spes_p2p.storage.scratch import memory_scratch
 from spes_p2p.testing.synthetic import SyntheticTrainer
 from spes_p2p.training.interface import Phase, PhaseReport
+from spes_p2p.training.pending import add_pending, trained_groups
 
 TOKENS_PER_STEP, PART_BYTES = 100, 512
 RANGES = part_ranges(LAYOUT, codecs("none"), PART_BYTES)
@@ -41,7 +45,7 @@ class Account:
         self.entered = np.zeros(LAYOUT.size)
         self.given_up = np.zeros(LAYOUT.size)
         self.rounding = np.zeros(LAYOUT.size)
-        """What the codec dropped of each value's last push that was included."""
+        """What the codec dropped of each value's last push that was included or discarded."""
         self.sent: dict[int, tuple[Part, np.ndarray]] = {}
         self.errors: dict[int, np.ndarray] = {}
         """What the codec drops of each of these."""
@@ -77,9 +81,23 @@ class Account:
             self.rounding[part.start : part.stop] = self.errors[index]
         accepted = [(part, partial(np.copy, values)) for part, values in (self.sent[index] for index in included)]
         dropped = self.ledger.settle(self.trainer, self.base, new, accepted)
+        for index, (part, _) in self.sent.items() if dropped else ():
+            place = slice(part.start, part.stop)
+            self.rounding[place] = np.maximum(self.rounding[place], self.errors[index])
         self.base, self.sent = new, {}
         self.note_given_up(before, dropped)
         return dropped
+
+    def restart(self) -> None:
+        """Continue from a checkpoint that has the pushed update apart, which is what it finds in place of the push."""
+        ledger = Ledger(LAYOUT, part_ranges(LAYOUT, self.codecs, PART_BYTES), self.codecs)
+        ledger.load_state(self.ledger.state(is_announced=True))
+        assert (ledger.announced, ledger.pending) == (self.ledger.announced, self.ledger.pending)
+        self.ledger = ledger
+        ledger.announce(self.trainer, self.base)
+        for part, values in self.sent.values():
+            found = ledger.possibly_sent(self.trainer, self.base, part)
+            np.testing.assert_array_equal(values, 0 if found is None else found())
 
     def leave_out(self) -> int:
         """A round in which nothing of mine is included."""
@@ -128,7 +146,7 @@ class Account:
                 np.testing.assert_array_equal(self.trainer.read(group), self.base[group.start : group.stop])
 
 
-EVENTS = ["round", "round", "partial", "dropped", "aborted", "not in it", "own", "jump", "lost"]
+EVENTS = ["round", "round", "partial", "restart", "killed", "dropped", "aborted", "not in it", "own", "jump", "lost"]
 OWNED = st.sets(st.integers(0, LAYOUT.num_experts - 1)).map(lambda experts: tuple(sorted(experts)))
 
 
@@ -140,7 +158,7 @@ def test_what_entered_the_base_and_what_is_pending_is_all_that_was_trained(
     account = Account(seed, data.draw(OWNED), codec)
     for _ in range(data.draw(st.integers(1, 12))):
         event = data.draw(st.sampled_from(EVENTS))
-        if event in ("round", "partial", "dropped", "aborted", "not in it"):
+        if event in ("round", "partial", "restart", "killed", "dropped", "aborted", "not in it"):
             account.train(data.draw(st.integers(0, 3)))
         if event == "own":
             account.own(data.draw(OWNED))
@@ -151,7 +169,9 @@ def test_what_entered_the_base_and_what_is_pending_is_all_that_was_trained(
         else:
             account.push()
             account.train(data.draw(st.integers(0, 2)))
-            share = {"round": 1.0, "partial": 0.5, "dropped": 0.0}.get(event)
+            if event in ("restart", "killed"):
+                account.restart()
+            share = {"round": 1.0, "partial": 0.5, "restart": 0.5, "dropped": 0.0}.get(event)
             if share is not None:
                 chosen = account.rng.random(len(account.sent)) < share
                 account.commit({index for index, is_in in zip(account.sent, chosen, strict=True) if is_in})
@@ -259,6 +279,38 @@ def test_a_restart_knows_how_much_work_stands_behind_what_is_pending() -> None:
     account.ledger.announce(account.trainer, account.base)
     assert announced_groups(restarted) == {"shared", "router", "expert.0", "expert.2"}
     assert restarted.update == account.ledger.update
+
+
+@pytest.mark.parametrize("codec", ["int4", "ternary", "sparse", "sparse64"])
+@pytest.mark.parametrize("steps", [0, 2])
+def test_no_value_sent_before_a_restart_within_a_phase_is_pending_on_a_base_that_may_include_it(codec: str, steps: int) -> None:
+    """The checkpoint is of `steps` steps; the update that was sent had more, so its codec may have left out other values."""
+    account = Account(4, (0,), codec)
+    account.train(1)
+    account.push()
+    account.commit(set(account.sent))
+    account.train(steps)
+    work = OwnWork("me", LAYOUT, account.codecs, memory_scratch, 1)
+    work.trainer = SyntheticTrainer(LAYOUT, account.base, (0,), TOKENS_PER_STEP, 1.0, 0)
+    for group in trained_groups(account.trainer):
+        add_pending(work.trainer, group, account.pending()[group.start : group.stop].astype(np.float32))
+    work.ledger.load_state(account.ledger.state())
+    work.announce(account.base)
+    work.sent_update_lost = True
+    account.train(20)
+    account.push()
+    new = account.base.copy()
+    for part, values in account.sent.values():
+        new[part.start : part.stop] += values
+    before = Base("before", 4, account.base, "", None)
+    work.take_assignment = lambda base: None  # type: ignore[method-assign]
+    work.rebase(before, Base("after", 9, new, "", None), keep_pending=False, rolled_back=False)
+    assert work.ledger.max_pending_tokens == 0
+    for part, values in account.sent.values():
+        if values.any():
+            place = slice(part.start - part.group.start, part.stop - part.group.start)
+            pending = work.trainer.read(part.group)[place] - new[part.start : part.stop]
+            np.testing.assert_allclose(pending[values != 0], 0, atol=1e-5)
 
 
 def test_what_was_trained_since_a_restart_is_not_taken_for_a_push_of_before() -> None:

@@ -520,6 +520,7 @@ def test_gpus_that_are_not_there_are_refused_before_anything_is_dialled(
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     told = f"error: --devices {devices}: this machine has no GPU that torch can use; give --devices cpu or auto\n"
     assert call(*join(place, "--devices", devices)) == Ended(2, "", told)
+    assert call("doctor", NOBODY, "--devices", devices) == Ended(2, "", told)
 
 
 @pytest.mark.network

@@ -137,7 +137,7 @@ def test_a_peer_killed_in_a_phase_trains_only_what_the_last_checkpoint_lacks(in_
         before = swarm.trainers["A"].local
         swarm.restart("A")
         await swarm.until(lambda: "A" in swarm.peers and swarm.peers["A"].phases.lock.locked())
-        commit, done = swarm.peers["A"].replica.resumed
+        commit, done = swarm.peers["A"].replica.progress
         assert commit == swarm.nodes["A"].log.last.id
         assert 7 - 3 <= done <= 7
         moved = swarm.trainers["A"].local - swarm.peers["A"].replica.base.values[: LAYOUT.size]
@@ -217,6 +217,34 @@ def test_moments_alone_are_taken_without_a_warning_and_without_work(caplog: pyte
     assert (found.is_whole, found.steps, trainer.moment[0], trainer.local.any()) == (False, 0, 6.0, False)
     assert ledger.max_pending_tokens == 0
     assert caplog.records == []
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("is_decided", [False, True])
+def test_who_left_within_a_phase_and_is_back_continues_it_unless_others_have_its_samples(
+    overlap: bool, is_decided: bool
+) -> None:
+    async def main() -> None:
+        swarm = VirtualSwarm(
+            campaign(200, "none", sync={"overlap": overlap, "min_peers": 2}), seconds_per_step=10.0, checkpoint_every_s=9.0
+        )
+        swarm.start_all("ABC")
+        await swarm.until_round(3)
+        await asyncio.sleep(55)
+        number = swarm.nodes["A"].log.round
+        swarm.peers["B"].leave()
+        await swarm.until(swarm.tasks["B"].done)
+        if is_decided:
+            await swarm.until(lambda: swarm.nodes["A"].log.round > number)
+        swarm.restart("B")
+        replica = swarm.peers["B"].replica
+        while replica.trainer is None or not (replica.ledger.announced.tokens or swarm.peers["B"].phases.lock.locked()):
+            await asyncio.sleep(0.001)
+        assert bool(replica.ledger.announced.tokens) == (not is_decided)
+        await swarm.until_round(8)
+        swarm.assert_replicas_agree()
+
+    simulate(main)
 
 
 class CountingTrainer(RecordingTrainer):

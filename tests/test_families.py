@@ -26,6 +26,7 @@ from spes_p2p.config.problems import validated
 from spes_p2p.errors import UserError
 from spes_p2p.model.build import build_model, exact_tensor, initial_state, layout_of, transformers_config
 from spes_p2p.model.families import check_family
+from spes_p2p.model.memory import Setup, device_bytes
 from spes_p2p.testing.plain_model import plain_model
 from spes_p2p.training.trainer import TorchTrainer
 
@@ -105,6 +106,46 @@ def test_random_weights_begin_with_transformers_values_of_what_no_gradient_chang
     assert buffers
     for name, values in buffers.items():
         assert torch.equal(exact_tensor(state, layout, name), values)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_5_moe_text", "qwen3_next", "qwen4_exp_text"])
+def test_random_weights_of_a_family_are_as_large_as_transformers_makes_them(family: str) -> None:
+    config = small_config(family)
+    model = TransformersModel(config=json.loads(config.to_json_string(use_diff=False)))
+    state, layout = initial_state(model), layout_of(model)
+    torch.manual_seed(1)
+    made = classes_of(family)[1](config)
+    for placed in layout.tensors:
+        name, values = placed.spec.name, exact_tensor(state, layout, placed.spec.name)
+        block, _, matrix = name.rpartition(".")
+        expected = made.state_dict().get(name)
+        if expected is None:
+            expected = made.state_dict()[f"{block.rpartition('.')[0]}.{matrix}"][placed.spec.expert]
+        assert values.square().mean().sqrt() == pytest.approx(expected.square().mean().sqrt().item(), rel=0.5, abs=1e-6), name
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "minimax", "mixtral"])
+def test_what_no_gradient_changes_is_planned_without_gradients_and_moments(family: str) -> None:
+    """MiniMax's tables of decay are a large part of its weights."""
+    model = TransformersModel(config=json.loads(small_config(family).to_json_string(use_diff=False)))
+    parameters = list(build_model(model, initial_state(model), (0, 3)).parameters())
+    bytes_ = device_bytes(model, 16, Setup(2, "fp32", "adamw", 1, "cpu", False))
+    trained = sum(each.nbytes for each in parameters if each.requires_grad)
+    assert (bytes_.weights, bytes_.gradients, bytes_.moments) == (sum(each.nbytes for each in parameters), trained, 2 * trained)
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("family", ACCEPTED)
+def test_a_family_can_begin_with_random_weights(family: str) -> None:
+    model = TransformersModel(config=json.loads(small_config(family).to_json_string(use_diff=False)))
+    assert np.isfinite(initial_state(model)).all()
+
+
+def test_weights_that_transformers_gives_no_value_are_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = TransformersModel(config=json.loads(small_config("qwen3_next").to_json_string(use_diff=False)))
+    monkeypatch.setattr(classes_of("qwen3_next")[1], "_init_weights", lambda self, module: None)
+    with pytest.raises(UserError, match=r"'qwen3_next': transformers gives model\.embed_tokens\.weight no initial"):
+        initial_state(model)
 
 
 @pytest.mark.sampled(8)

@@ -13,9 +13,12 @@ import pytest
 
 from spes_p2p.config.campaign import Campaign
 from spes_p2p.observe.events import Event, Observer, RoundCommitted
+from spes_p2p.rounds.base import load_base
 from spes_p2p.rounds.parts import Part
 from spes_p2p.testing.memory_network import MemoryNetwork
 from spes_p2p.testing.simulate.swarm import LAYOUT, NUM_SAMPLES, Recorder, VirtualSwarm, campaign, samples, simulate
+from spes_p2p.testing.synthetic import SyntheticTrainer
+from spes_p2p.training.interface import Phase
 
 STEPS = 10
 PEERS = ("A", "B")
@@ -215,6 +218,90 @@ def test_who_crashes_with_a_round_in_flight_sends_nothing_twice(away_s: float) -
     simulate(main)
 
 
+async def swarm_in_round_4(step_s: float, watching: dict[str, Watching], steps_at_risk: int = 1) -> VirtualSwarm:
+    """Return a swarm that begins a phase beside round 4. `steps_at_risk`: a checkpoint is due after so many."""
+    swarm = VirtualSwarm(
+        overlapping(100, "none", merge={"merge_interval": None}), network=MemoryNetwork(latency_s=0.05),
+        seconds_per_step=step_s, checkpoint_every_s=(steps_at_risk - 0.1) * step_s,
+        make_observer=lambda name, recorder: watching.setdefault(name, Watching(lambda: swarm, name, recorder)),
+    )
+    swarm.start_all()
+    await swarm.until_round(3)
+    return swarm
+
+
+def test_those_killed_during_phase_and_exchange_continue_both() -> None:
+    """What is trained follows from the samples: the bases are those of a swarm in which nobody is killed."""
+
+    async def bases(kills: bool) -> list[np.ndarray]:
+        watching: dict[str, Watching] = {}
+        swarm = await swarm_in_round_4(0.1, watching)
+        if kills:
+            await asyncio.sleep(0.5)
+            assert all(peer.replica.exchanges.by_plan and peer.replica.progress[1] for peer in swarm.peers.values())
+            assert {node.log.round for node in swarm.nodes.values()} == {3}
+            for name in "WABC":
+                swarm.kill(name)
+            for name in "WABC":
+                swarm.start_again(name)
+            await swarm.until(lambda: all(peer.phases.lock.locked() for peer in swarm.peers.values()))
+            assert all(peer.replica.progress[0] == peer.replica.base.commit for peer in swarm.peers.values())
+            assert all(trainer.phases_by_round[4].done for trainer in swarm.trainers.values())
+        await swarm.until_round(5)
+        commits = swarm.recorders["C"].commits()
+        assert [commits[number].tokens for number in (4, 5)] == [960, 960]
+        return [watching["A"].seen[number].base for number in (4, 5)]
+
+    quiet, struck = simulate(lambda: bases(False)), simulate(lambda: bases(True))
+    np.testing.assert_allclose(struck, quiet, atol=1e-6)
+
+
+def test_who_is_killed_in_a_phase_after_its_round_was_decided_sends_what_the_checkpoint_has_and_returns_the_rest() -> None:
+    async def main() -> None:
+        swarm = await swarm_in_round_4(10.0, {})
+        await asyncio.sleep(35)
+        assert swarm.nodes["B"].log.round == 4
+        phase = swarm.peers["B"].replica.base.assignment("B")
+        assert phase is not None
+        swarm.restart("B")
+        await swarm.until(lambda: swarm.peers["B"].phases.lock.locked())
+        replica, trainer = swarm.peers["B"].replica, swarm.trainers["B"]
+        done = replica.progress[1]
+        assert 2 <= done <= 3
+        assert (replica.base.round, replica.ledger.announced.tokens) == (4, done * 32)
+        again = SyntheticTrainer(LAYOUT, np.zeros(LAYOUT.size, np.float32), phase.owned, 32, 1.0, swarm.network.seed)
+        steps = iter(range(done))
+        again.train(Phase(4, 0, 10, phase.steps, phase.slices), lambda: next(steps, None) is None, lambda done, speed: None)
+        pending = trainer.local - trainer.changes - replica.base.values[: LAYOUT.size]
+        np.testing.assert_allclose(pending, again.local, atol=1e-5)
+        await swarm.until_round(7)
+        included = {peer: tokens for peer, tokens, _ in swarm.recorders["C"].commits()[5].contributions}
+        assert included["B"] == done * 32
+        left = set(samples(list(phase.slices))[done * 2 :])
+        later = Counter(
+            sample for by_round in swarm.samples.values() for number, each in by_round.items() if number > 5
+            for sample in samples(each)
+        )
+        assert all(later[sample] == 1 for sample in left)
+
+    simulate(main)
+
+
+def test_a_phase_that_a_checkpoint_has_in_part_is_in_the_next_one_as_soon_as_its_round_is_applied() -> None:
+    """The base goes on then, and the checkpoint is of the last one."""
+
+    async def main() -> None:
+        swarm = await swarm_in_round_4(10.0, {}, steps_at_risk=7)
+        while (stored := load_base(swarm.stores["B"], swarm.base0.size, "B")) is None or stored.round < 4:
+            await asyncio.sleep(0.01)
+        swarm.restart("B")
+        await swarm.until_round(5)
+        included = {peer: tokens for peer, tokens, _ in swarm.recorders["C"].commits()[5].contributions}
+        assert included["B"] == 320
+
+    simulate(main)
+
+
 @pytest.mark.long
 def test_within_an_epoch_no_sample_is_trained_twice_and_none_is_left_out() -> None:
     async def main() -> None:
@@ -257,11 +344,14 @@ def test_who_leaves_politely_gives_back_the_samples_of_all_work_that_was_not_inc
     simulate(main)
 
 
-def kill_at_vote(swarm: VirtualSwarm, victim: str) -> None:
-    """The victim dies when somebody else asks for or casts the first vote on round 5."""
+def kill_at_vote(swarm: VirtualSwarm, victim: str, number: int = 5) -> None:
+    """The victim dies when somebody else asks for or casts the first vote on this round."""
 
     def hook(peer: str, its_method: str, index: int) -> None:
-        if its_method == "accept" and peer != victim and victim in swarm.peers and swarm.peers[victim].node.log.round == 4:
+        if (
+            its_method == "accept" and peer != victim and victim in swarm.peers
+            and swarm.peers[victim].node.log.round == number - 1
+        ):
             swarm.network.hook = None
             swarm.kill(victim)
 

@@ -25,14 +25,16 @@ def is_member_since(peer: LocalPeer, number: int) -> bool:
     return any(peer.peer_id in commit.members for committed, commit in peer.commits.items() if committed >= number)
 
 
-def test_two_ranks_are_one_peer_from_start_to_end(campaign: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("overlap", [False, True])
+def test_two_ranks_are_one_peer_from_start_to_end(overlap: bool, campaign: Path, tmp_path: Path) -> None:
     config = write_variant(
-        campaign, "ranks.yaml", training={"total_steps": 400_000, "sync_steps": 20}, sync={"min_peers": 2},
+        campaign, "ranks.yaml", training={"total_steps": 400_000, "sync_steps": 20}, sync={"min_peers": 2, "overlap": overlap},
         merge={"merge_interval": 40},
     )
+    divided = ("--devices", "cpu,cpu", "--sharding", "--checkpoint-minutes", "0.02")
     with LocalPeers(tmp_path) as swarm:
         address = swarm.bootstrap(config).address
-        two = swarm.join("peer-0", address, "--devices", "cpu,cpu", "--sharding")
+        two = swarm.join("peer-0", address, *divided)
         swarm.join("peer-1", address)
         swarm.wait(lambda: is_member_since(two, 1), START_S, "the peer with two ranks is a member of a round")
         assert all(len(found) == 1 for found in swarm.digests().values())
@@ -51,7 +53,7 @@ def test_two_ranks_are_one_peer_from_start_to_end(campaign: Path, tmp_path: Path
         swarm.wait(lambda: is_member_since(two, last), START_S, "it is a member again")
         swarm.kill("peer-0")  # checks that its processes end with it
         last = swarm.newest_round() + 1
-        two = swarm.join("peer-0", address, "--devices", "cpu,cpu", "--sharding")
+        two = swarm.join("peer-0", address, *divided)
         swarm.wait(lambda: is_member_since(two, last), START_S, "it is a member again")
         assert len(followers(two)) == 1
         assert swarm.terminate("peer-0") == 0

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from network_swarm import COMMAND_TIMEOUT_S, LocalPeer, LocalPeers, call, free_port, write_variant
+from network_swarm import COMMAND_TIMEOUT_S, ENVIRONMENT, LocalPeer, LocalPeers, call, free_port, write_variant
 
 from spes_p2p.observe.events import BaseRestored, RoundCommitted
 
@@ -45,6 +45,18 @@ def endless(campaign: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
         swarm.wait_for_round(1, START_S)
         swarm.niceness = 0
         yield swarm
+
+
+def test_a_local_swarm_ends_with_one_line_when_its_first_round_lacks_a_dead_trainer(campaign: Path, tmp_path: Path) -> None:
+    config = write_variant(campaign, "pair.yaml", sync={"min_peers": 2})
+    (tmp_path / "peer-1").mkdir()
+    (tmp_path / "peer-1" / "identity.key").write_text("no key")
+    command = [sys.executable, "-m", "spes_p2p", "swarm", "--config", str(config), "--peers", "2", "--run-dir", str(tmp_path)]
+    ended = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S, check=False)
+    errors = [line for line in ended.stderr.splitlines() if line.startswith("error: ")]
+    assert (ended.returncode, len(errors), "Traceback" in ended.stderr) == (2, 1, False)
+    assert errors[0].startswith("error: 1 trainer left, the first round needs 2; peer-1 ended with code 2: ")
+    assert "identity.key" in errors[0]
 
 
 def start(swarm: LocalPeers, config: Path, *options: str) -> None:

@@ -89,7 +89,7 @@ class WrittenBytes:
     base: int
     """The whole base; one in memory is written every KEPT_ROUNDS rounds."""
     checkpoint: int
-    """Moments and pending work."""
+    """Moments and pending work, with overlap also the announced update."""
     results: int
     """Encoded results of the round."""
     scratch: int
@@ -197,8 +197,13 @@ def disk_bytes(config: CampaignConfig, choice: Choice, arrays_in_memory: bool = 
     return replace(
         _disk_bytes(config, KEPT_ROUNDS, 0),
         scratch=moments if arrays_in_memory else scratch + moments,
-        checkpoint=CHECKPOINT_FILES * (choice.device.moments + choice.device.weights),
+        checkpoint=CHECKPOINT_FILES * _checkpoint_bytes(config, choice),
     )
+
+
+def _checkpoint_bytes(config: CampaignConfig, choice: Choice) -> int:
+    announced = update_bytes(config, choice.setup.owned) if config.sync.overlap else 0
+    return choice.device.moments + choice.device.weights + announced
 
 
 def written_bytes(
@@ -210,7 +215,7 @@ def written_bytes(
     scratch = update_bytes(config, choice.setup.owned) + 2 * sums_bytes(config)
     return WrittenBytes(
         base=base // KEPT_ROUNDS if base_in_memory else base,
-        checkpoint=choice.device.moments + choice.device.weights,
+        checkpoint=_checkpoint_bytes(config, choice),
         results=group_codecs(config.sync.codec).encoded_bytes(layout),
         scratch=0 if base_in_memory or arrays_in_memory else scratch,
         rounds=config.total_rounds,

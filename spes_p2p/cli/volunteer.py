@@ -43,6 +43,7 @@ def doctor(
         run_dir=run_dir, devices=devices, memory_bytes=options.byte_count(memory, "--memory"),
         leave_free=options.spare(leave_free), listen=listen, announce=announce,
     )
+    options.check_devices(devices)
     setup_logging("error", False)
     with waiting("checking this machine and its connection to the swarm"):
         from spes_p2p.client.doctor import examine, report, worst

@@ -247,7 +247,7 @@ async def _watch(
                 if not left or processes[BOOTSTRAP].poll() is not None:
                     return
                 if left < needed and statuses and not any(status.round > 0 for status in statuses):
-                    raise UserError("; ".join([f"{left} trainers are left, the first round needs {needed}", *notes]))
+                    raise UserError("; ".join([f"{counted(left, 'trainer')} left, the first round needs {needed}", *notes]))
                 committed = [status.round for status in statuses if status.role == "trainer"]
                 if rounds is not None and committed and min(committed) >= rounds:
                     return

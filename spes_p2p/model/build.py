@@ -140,7 +140,7 @@ def initial_state(config: ModelSection, out: State | None = None) -> State:
     """Return base 0, flat float32 `[layout.size]`, in `out` if given: transformers' initialisation with the config's seed.
 
     Only one module is in memory besides the result. Bits differ between machines even for equal seeds, so base 0 is created
-    once and downloaded.
+    once and downloaded. Raises UserError for a family some of whose weights get no value.
     """
     model, layout = empty_model(config), layout_of(config)
     state = np.empty(layout.size, np.float32) if out is None else out
@@ -157,13 +157,17 @@ def initial_state(config: ModelSection, out: State | None = None) -> State:
             for parameter in module.parameters(recurse=False):
                 parameter.fill_(torch.nan)
             model._init_weights(module)
+            if any(parameter.isnan().any() for parameter in module.parameters(recurse=False)):  # its parent gives it values
+                model._init_weights(model.get_submodule(prefix.rpartition(".")[0]))
             if config.init_cutoff_factor is not None:
                 _cut_off(module, config.init_cutoff_factor, model.config.initializer_range)
             for name, parameter in module.named_parameters(prefix, recurse=False):
                 _put(state, layout, name, parameter.numpy())
             module.to_empty(device="meta", recurse=False)
     if np.isnan(state.min()):
-        raise RuntimeError(f"transformers left weights of {type(model).__name__} without an initial value")
+        missing = next(placed.spec.name for placed in layout.tensors if np.isnan(state[placed.start : placed.stop]).any())
+        raise UserError(f"model_type = {config.architecture!r}: transformers gives {missing} no initial value; use random "
+                        "weights of another family, or begin with a checkpoint of this one (--from)")
     return state
 
 

@@ -107,8 +107,8 @@ class Layout:
 
     @cached_property
     def largest_tensor(self) -> int:
-        """Elements of the largest tensor."""
-        return max(placed.spec.size for placed in self.tensors)
+        """Elements of the largest tensor that is trained."""
+        return max(placed.spec.size for placed in self.tensors if not placed.spec.is_fixed)
 
     @cached_property
     def num_experts(self) -> int:

@@ -1,10 +1,10 @@
 """Device memory of a peer's training in bytes, by formula, without allocating anything.
 
-Weights, gradients, moments and stored experts are exact sums over the layout's tensors, where the few that are never trained
-(`build.py`) count like the others. Activations are what autograd saves in one forward pass: T tokens of width H through L
-layers; Q and K: width of all query heads, of all key heads; n: Q + K if these are normalised, otherwise 0; F: width of one
-expert; k experts per token; E experts, o of them owned; D: inputs and outputs of other matrices, such as a shared expert's; V:
-vocabulary; w = 4 bytes, 2 in bf16 autocast. Saved per layer, token:
+Weights, gradients, moments and stored experts are exact sums over the layout's tensors; those that are never trained
+(`build.py`) have neither gradients nor moments. Activations are what autograd saves in one forward pass: T tokens of width H
+through L layers; Q and K: width of all query heads, of all key heads; n: Q + K if these are normalised, otherwise 0; F: width
+of one expert; k experts per token; E experts, o of them owned; D: inputs and outputs of other matrices, such as a shared
+expert's; V: vocabulary; w = 4 bytes, 2 in bf16 autocast. Saved per layer, token:
 
     float32   4 (6 H + 2 (Q + K) + 2 n)
     bf16      4 (4 H + n) + 2 (4 H + 2 (Q + K) + n)
@@ -92,7 +92,7 @@ class DeviceBytes:
     """Bytes at the peak of a step, by kind."""
 
     weights: int
-    """Trained float32 weights: shared, router, owned experts."""
+    """Float32 weights: shared, router, owned experts."""
     gradients: int
     moments: int
     stored: int
@@ -122,7 +122,7 @@ def device_bytes(model: ModelSection, sequence_length: int, setup: Setup) -> Dev
     layers_there = min(SLOTS, layers) if setup.stored_on == "host" else layers
     return DeviceBytes(
         weights=4 * trained,
-        gradients=4 * trained,
+        gradients=4 * (trained - sum(placed.spec.size for placed in layout.fixed)),
         moments=_moments_bytes(layout, None, setup.optimizer, setup.muon)
         + setup.owned * _moments_bytes(layout, 0, setup.optimizer, setup.muon),
         stored=stored_bytes(model, setup) * layers_there // layers + _directions_bytes(model),
@@ -139,13 +139,15 @@ def _of_rank(model: ModelSection, sequence_length: int, setup: Setup, rank: int)
     layout = sizes_of(model)
     here = _layers_of(layout, setup.ranks, rank)
     copies = _largest_layer_of_others(layout, setup.ranks, rank, setup.owned, _stored_in_shares(setup))
-    trained, _ = _held(layout, (None, *here, *copies), setup.owned, setup.optimizer, setup.muon)
+    present = (None, *here, *copies)
+    weights, _ = _held(layout, present, setup.owned, setup.optimizer, setup.muon)
+    fixed = sum(spec.size for layer in present for spec in _by_layer(layout)[layer] if spec.is_fixed)
     _, moments = _held(layout, here, setup.owned, setup.optimizer, setup.muon)
     outside = [spec for spec in _by_layer(layout)[None] if ranks_outside_layers(layout, setup.ranks)[spec.name] == rank]
     whole = device_bytes(model, sequence_length, replace(setup, sharded=False))
     stored = _stored_in(layout, (*here, *copies), setup.owned, _stored_in_shares(setup)) + _directions_bytes(model)
     return replace(
-        whole, weights=4 * trained, gradients=4 * trained,
+        whole, weights=4 * weights, gradients=4 * (weights - fixed),
         moments=moments + sum(_tensor_moments(spec, setup.optimizer, setup.muon) for spec in outside),
         stored=whole.stored if setup.stored_on == "host" else stored,
     )
@@ -207,19 +209,21 @@ def _layers_of(layout: Layout, ranks: int, rank: int) -> tuple[int, ...]:
 def _held(
     layout: Layout, layers: tuple[int | None, ...], owned: int, optimizer: OptimizerKind, muon: bool
 ) -> tuple[int, int]:
-    """Return the trained elements of these layers, and the bytes of their moments."""
+    """Return the elements of these layers without foreign experts, and the bytes of their moments."""
     specs = [(spec, 1 if spec.expert is None else owned) for layer in layers for spec in _by_layer(layout)[layer]]
     moments = sum(count * _tensor_moments(spec, optimizer, muon) for spec, count in specs)
     return sum(count * spec.size for spec, count in specs), moments
 
 
 def _tensor_moments(spec: TensorSpec, optimizer: OptimizerKind, muon: bool) -> int:
-    """Moments of one tensor: two for AdamW, one in float32 for Muon."""
+    """Moments of one tensor: two for AdamW, one in float32 for Muon, none if it is never trained."""
+    if spec.is_fixed:
+        return 0
     return 4 * spec.size if muon and is_muons(spec) else 2 * tensor_moment_bytes(spec.size, optimizer)
 
 
 def shared_elements(layout: Layout) -> int:
-    """Return the number of parameters that every peer trains: the shared weights and the router."""
+    """Return the number of parameters that every peer has in full: the shared weights and the router."""
     return sum(group.size for group in layout.groups if group.expert is None)
 
 

@@ -57,6 +57,10 @@ class BaseStore:
         """Whether it is time for the next checkpoint. Any thread may ask."""
         return self._clock() - self._checkpointed_at >= self._every_s
 
+    def call_for_checkpoint(self) -> None:
+        """Make a checkpoint due."""
+        self._checkpointed_at = -math.inf
+
     async def load(self, where: str, derive: DerivePlan) -> bool:
         """Load the base of this run-dir; False when there is none, or a damaged one, which a download replaces."""
         world = self._world

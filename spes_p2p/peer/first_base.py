@@ -82,9 +82,12 @@ def _load_checkpoint(replica: Replica, base: Base) -> None:
     """Continue from the checkpoint of this base, if there is one."""
     trainer = replica.work.trainer
     assert trainer is not None
-    found = load_checkpoint(replica.node.world.store, trainer, replica.ledger, replica.layout, base.commit, base.round)
+    store, is_last = replica.node.world.store, replica.node.log.last.id == base.commit
+    found = load_checkpoint(store, trainer, replica.ledger, replica.layout, base.commit, base.round, is_last)
     if found is not None:
         replica.store.checkpoint = found.name
     if found is not None and found.is_whole:
-        replica.resumed = base.commit, found.steps
+        replica.progress, replica.is_saved_in_phase = (base.commit, found.steps), found.steps > 0
         replica.announce()
+        if replica.overlaps:  # the checkpoint is not older than the update of its round
+            replica.ledger.continue_round()

@@ -203,6 +203,7 @@ class Peer:
         if restored:
             await self.node.departures.come_back()
         await self._advance({})
+        self.phases.give_up_rest(base)
 
     async def _sync(self) -> None:
         """Bring the next round to a decision and apply it; again until there is another base."""

@@ -52,14 +52,15 @@ class OwnWork:
         self.ledger.restore_pending(trainer, stashed)
         return loss
 
-    def checkpoint(self, store: Store, base: Base, before: str | None, steps: int) -> Checkpoint:
+    def checkpoint(self, store: Store, base: Base, before: str | None, steps: int, is_announced: bool) -> Checkpoint:
         """Take a checkpoint of the work on top of this base.
 
-        `before`: name of the checkpoint on disk. `steps`: of the phase after the base that are done.
+        `before`: name of the checkpoint on disk. `steps`: of the phase after the base that are done. `is_announced`: a round
+        with the announced update is under way.
         """
         assert self.trainer is not None
         return take_checkpoint(
-            store, self.trainer, self.ledger, self._layout, base.values, base.commit, base.round, before, steps
+            store, self.trainer, self.ledger, self._layout, base.values, base.commit, base.round, before, steps, is_announced
         )
 
     def moments(self, store: Store, base: Base, before: str | None) -> Checkpoint:
@@ -91,7 +92,7 @@ class OwnWork:
 
         A rollback drops all pending work.
         """
-        self.sent_update_lost = False
+        sent_is_lost, self.sent_update_lost = self.sent_update_lost, False
         if rolled_back:
             self.residuals.clear()
         if self.trainer is None:
@@ -99,7 +100,8 @@ class OwnWork:
         if rolled_back:
             dropped = self.ledger.discard_pending(self.trainer, new.values)
         else:
-            dropped = self.ledger.rebase(self.trainer, old.values, new.values, keep_pending)
+            is_repair = old.commit == new.commit
+            dropped = self.ledger.rebase(self.trainer, old.values, new.values, keep_pending, is_repair, sent_is_lost)
         self.take_assignment(new)
         return dropped
 

@@ -106,8 +106,11 @@ class PhaseRunner:
         self._samples.begin(base.commit, assignment.slices)
         phase = self.phase_of(base, assignment)
         steps = max(1, phase.steps - self._given_up_steps)
-        done = self.replica.resumed[1] if self.replica.resumed[0] == base.commit else 0
+        done = self.replica.progress[1] if self.replica.progress[0] == base.commit else 0
         _, slices = split_samples(assignment.slices, done * self.node.campaign.config.training.batch_size)
+        if done >= steps:  # a restart continues after the last step
+            self._samples.trained(slices)
+            return
         phase = replace(phase.shortened(steps), slices=slices, done=done)
         async with self.lock:
             if self.moments.are_wanted and not done:
@@ -138,13 +141,25 @@ class PhaseRunner:
                 return joined(reports)
             replica.ledger.add_phase(report)
             phase = replace(phase, slices=report.untrained, done=phase.done + report.steps)
+            replica.progress = replica.base.commit, phase.done
             if is_over() or phase.done >= phase.steps or not (self._waiting or replica.store.is_due):
                 return joined(reports)
             if self._waiting:
                 self.lock.release()
                 await self.lock.acquire()  # the lock is fair: whoever waits goes first
             else:
-                await replica.save_in_phase(phase.done)
+                await replica.save_in_phase()
+
+    def give_up_rest(self, before: Base) -> None:
+        """Return the samples that are left of the phase after this base if another base has followed since a restart.
+
+        Without overlap, the round in between may include the whole phase.
+        """
+        commit, done = self.replica.progress
+        assignment = before.assignment(self.node.peer_id)
+        if self.replica.overlaps and commit == before.commit != self.replica.base.commit and assignment is not None:
+            _, left = split_samples(assignment.slices, done * self.node.campaign.config.training.batch_size)
+            self._samples.trained(left)
 
     def must_stop(self, round_under_way: asyncio.Future[None] | None = None) -> bool:
         """Return whether the phase ends with its current step. Called from the trainer's thread, too."""

@@ -78,9 +78,12 @@ class Replica:
         self._replayable = replayable_rounds(layout, self.codecs, outer)
         self._kept_rounds = self._replayable if is_helper else KEPT_ROUNDS
         self.store = BaseStore(node.world, size, base_in_memory, checkpoint_every_s)
-        self.checkpoints_in_phase = checkpoint_every_s > 0 and not sync.overlap
-        self.resumed: tuple[str, int] = "", 0
-        """Commit of the base of the checkpoint that a restart continued from, and the steps of the phase after it."""
+        self.checkpoints_in_phase = checkpoint_every_s > 0
+        self.progress: tuple[str, int] = "", 0
+        """Commit of a base, and the steps of the phase after it that are done; after a restart, those in the checkpoint."""
+        self.is_saved_in_phase = False
+        """Whether the last checkpoint is of the phase after the base."""
+        self.overlaps = sync.overlap
         self.work = OwnWork(node.peer_id, layout, self.codecs, scratch, node.world.threads)
         self.validity = Validity(
             node.world, node.endpoint, node.fetcher, node.log, node.rules, layout, self.codecs, lambda: self.store.current,
@@ -244,6 +247,9 @@ class Replica:
         new, run = built.base, self.node.world.run_blocking
         dropped = await run(self._settle, new, results, {part.index for part in results.committed(commit)})
         self.work.sent_update_lost = False
+        if self.overlaps and self.is_saved_in_phase:  # it has work that this base does not include, and belongs to the last one
+            self.store.call_for_checkpoint()
+        self.is_saved_in_phase = False
         self.store.replace(new)
         if dropped:
             self._observer(WorkDropped(new.round, dropped, "left out of more than two rounds"))
@@ -301,9 +307,10 @@ class Replica:
         self.store.replace(base)
         await self.save()
 
-    async def save_in_phase(self, steps: int) -> None:
-        """Begin to make durable the work of a phase after this many steps, if that is due. Raises UserError (disk full)."""
-        await self.store.save(partial(self._checkpoint, steps=steps))
+    async def save_in_phase(self) -> None:
+        """Begin to make durable the work of the phase under way, if that is due. Raises UserError (disk full)."""
+        await self.save()
+        self.is_saved_in_phase = True
 
     async def save_moments(self) -> None:
         """Make the moments durable: a peer that leaves may come back. Raises UserError (disk full)."""
@@ -314,5 +321,6 @@ class Replica:
         """Begin to make durable what is due of the base and of the work on top of it; `at_once`: both."""
         await self.store.save(None if self.trainer is None else self._checkpoint, draft, at_once)
 
-    def _checkpoint(self, base: Base, before: str | None, steps: int = 0) -> Checkpoint:
-        return self.work.checkpoint(self.node.world.store, base, before, steps)
+    def _checkpoint(self, base: Base, before: str | None) -> Checkpoint:
+        steps = self.progress[1] if self.progress[0] == base.commit else 0
+        return self.work.checkpoint(self.node.world.store, base, before, steps, is_announced=self.overlaps and steps > 0)

@@ -36,7 +36,7 @@ from spes_p2p.rounds.parts import Part
 from spes_p2p.storage.scratch import Scratch, memory_scratch, scratch_arrays
 from spes_p2p.storage.threads import in_threads
 from spes_p2p.training.interface import PhaseReport, Trainer
-from spes_p2p.training.pending import add_pending, is_trained, pending_between, pending_of, trained_groups
+from spes_p2p.training.pending import add_pending, is_trained, pending_between, pending_of, pending_pieces, trained_groups
 
 MAX_PENDING_ROUNDS = 2
 """Discard an update that more rounds than this left out: it is too stale."""
@@ -97,6 +97,8 @@ class Ledger:
         """By kind of weights, at the last commit; empty if it included no update of this peer."""
         self._handed_over: dict[int, np.ndarray] = {}
         self._age: dict[str, int] = {}
+        self._is_restored = False
+        """Whether the update is the one that was sent before a restart, in a round that is not settled."""
 
     @property
     def announced(self) -> TrainedTokens:
@@ -133,10 +135,11 @@ class Ledger:
     def possibly_sent(self, trainer: Trainer, base: np.ndarray, part: Part) -> Sent | None:
         """Return what a push before a restart may have contained of a part; None if that is nothing.
 
-        It is all that is pending or, if this peer has trained since the restart, what it announced then.
+        It is the announced update if that was sent (`continue_round`). Otherwise it is all that is pending or, if this peer has
+        trained since the restart, what it announced then.
         """
         group, first = part.group, part.start - part.group.start
-        if is_trained(trainer, group) and not self._fresh.of(group):
+        if is_trained(trainer, group) and not self._fresh.of(group) and not self._is_restored:
             return partial(pending_between, trainer, base, group, first, first + part.size)
         body = self._update.get(part.start)
         return partial(part.codec.decode, body, part.size) if body else None
@@ -148,7 +151,12 @@ class Ledger:
         self._fresh = self._fresh.plus(TrainedTokens(report.routed, report.tokens, *losses))
 
     def announce(self, trainer: Trainer, base: np.ndarray) -> None:
-        """Freeze all that is pending as the update of the next round, encoded. Call between two steps."""
+        """Freeze all that is pending as the update of the next round, encoded. Call between two steps.
+
+        Changes nothing while the update from before a restart is announced.
+        """
+        if self._is_restored:
+            return
         announced, self._tokens = self.pending, self._pending_tokens()
         self._fresh, self._losses = self._nothing, (announced.loss_sum, announced.loss_tokens)
         self._update = {}  # release the file for the next update
@@ -209,6 +217,7 @@ class Ledger:
         `accepted`: the parts that include this peer's push of the committed plan, with what was pushed.
         """
         sent = {part.start: values for part, values in accepted}
+        self._is_restored = False
         for part, _ in accepted:
             self._tokens[self._place[part.start]] = 0
         drift = DriftSums()
@@ -217,15 +226,23 @@ class Ledger:
         self.drift = drift.by_kind()
         return self._age_pending(trainer, {part.group.name for part, _ in accepted})
 
-    def rebase(self, trainer: Trainer, old: np.ndarray, new: np.ndarray, keep_announced: bool) -> int:
+    def rebase(
+        self, trainer: Trainer, old: np.ndarray, new: np.ndarray, keep_announced: bool, is_repair: bool = False,
+        sent_is_lost: bool = False,
+    ) -> int:
         """Move to another base without a commit (download, repair); return the announced tokens that are discarded.
 
-        Training since the announcement is kept in any case.
+        Training since the announcement is kept in any case. `is_repair`: the round with the announced update goes on.
+        `sent_is_lost`: what was sent before a restart may differ from the announced update, as in `possibly_sent`.
         """
         lost = 0
         if not keep_announced:
             lost = max((self._drop(trainer, group) for group in self._layout.groups if self._is_announced(group)), default=0)
             self._forget_settled()
+            for group in trained_groups(trainer) if sent_is_lost and not self._is_restored else ():
+                if not self._fresh.of(group):
+                    _take_back(trainer, old, group)
+        self._is_restored &= is_repair
         for group in self._layout.groups:
             self._settle_group(trainer, group, old, new, {}, DriftSums())
         return lost
@@ -233,6 +250,7 @@ class Ledger:
     def discard_pending(self, trainer: Trainer, base: np.ndarray) -> int:
         """Discard all that is pending after a rollback; return its tokens."""
         lost = self.max_pending_tokens
+        self._is_restored = False
         trainer.load_base(base)
         self._fresh, self._losses = self._nothing, (0.0, 0)
         self._tokens[:] = 0
@@ -240,11 +258,29 @@ class Ledger:
             table.clear()
         return lost
 
-    def state(self) -> dict[str, np.ndarray]:
-        """Return the arrays that a restart needs in addition to `local - base`, by name."""
+    def state(self, is_announced: bool = False) -> dict[str, np.ndarray]:
+        """Return the arrays that a restart needs in addition to `local - base`, by name.
+
+        `is_announced`: a round with the announced update is under way, so the state has it apart from later training.
+        """
         handed_over = {f"handed_over.{expert}": values for expert, values in self._handed_over.items()}
-        losses = np.array([self.pending.loss_sum, self.pending.loss_tokens], np.float64)
-        return {"tokens_behind": self._pending_tokens(), "losses": losses, **handed_over}
+        if not is_announced:
+            losses = np.array([self.pending.loss_sum, self.pending.loss_tokens], np.float64)
+            return {"tokens_behind": self._pending_tokens(), "losses": losses, **handed_over}
+        fresh = self._fresh
+        update = {f"update.{start}": np.asarray(body) for start, body in self._update.items() if body}
+        return {
+            "tokens_behind": self._tokens,
+            "losses": np.array(self._losses, np.float64),
+            "fresh_tokens": np.array([fresh.tokens, *fresh.routed], np.int64),
+            "fresh_losses": np.array([fresh.loss_sum, fresh.loss_tokens], np.float64),
+            **update,
+            **handed_over,
+        }
+
+    def continue_round(self) -> None:
+        """Take the announced update for the one that was sent before a restart."""
+        self._is_restored = True
 
     def load_state(self, arrays: Mapping[str, np.ndarray]) -> None:
         """Restore `state`. Call before anything is announced or trained."""
@@ -258,6 +294,20 @@ class Ledger:
             if name.startswith("handed_over."):
                 kept = self._handed_over[int(name.partition(".")[2])] = self._scratch("temporary", values.size)
                 np.copyto(kept, values)
+        if "fresh_tokens" in arrays:
+            trained, *routed = map(int, arrays["fresh_tokens"])
+            loss_sum, loss_tokens = map(float, arrays["fresh_losses"])
+            self._fresh = TrainedTokens(tuple(routed), trained, loss_sum, int(loss_tokens))
+            self._load_update({int(n.partition(".")[2]): body for n, body in arrays.items() if n.startswith("update.")})
+            self.continue_round()
+
+    def _load_update(self, bodies: Mapping[int, np.ndarray]) -> None:
+        """Copy an encoded update, by start of its part."""
+        ends = list(accumulate((body.size for body in bodies.values()), initial=0))
+        space = self._scratch("update", max(1, -(-ends[-1] // 4))).view(np.uint8)
+        for (start, body), (begin, end) in zip(bodies.items(), pairwise(ends), strict=True):
+            space[begin:end] = body
+            self._update[start] = space[begin:end].data
 
     def _settle_group(
         self, trainer: Trainer, group: Group, old: np.ndarray, new: np.ndarray, sent: Mapping[int, Sent], drift: DriftSums
@@ -347,6 +397,14 @@ class Ledger:
         for group in self._layout.groups:
             tokens[self._places[group.name]] += self._fresh.of(group)
         return tokens
+
+
+def _take_back(trainer: Trainer, base: np.ndarray, group: Group) -> None:
+    """Subtract all that is pending of a trained group."""
+    done = 0
+    for piece in pending_pieces(trainer, base, group):
+        trainer.add(group, -piece, done)
+        done += piece.size
 
 
 def _places_of_groups(ranges: Sequence[tuple[Group, int, int]]) -> dict[str, slice]:

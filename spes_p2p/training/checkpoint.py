@@ -28,8 +28,8 @@ NO_COMMIT = ""
 class LedgerState(Protocol):
     """The ledger of pending (`rounds/accounting.py`)."""
 
-    def state(self) -> dict[str, np.ndarray]:
-        """Return the ledger as arrays by name."""
+    def state(self, is_announced: bool = False) -> dict[str, np.ndarray]:
+        """Return the ledger as arrays by name. `is_announced`: with the announced update apart."""
 
     def load_state(self, arrays: Mapping[str, np.ndarray]) -> None:
         """Restore `state`."""
@@ -65,15 +65,15 @@ def checkpoint_names(round_number: int) -> tuple[str, str]:
 
 def take_checkpoint(
     store: Store, trainer: Trainer, ledger: LedgerState, layout: Layout, base: np.ndarray, commit: str, round_number: int,
-    kept: str | None, steps: int = 0,
+    kept: str | None, steps: int = 0, is_announced: bool = False,
 ) -> Checkpoint:
     """Write a draft of moments, ledger and `local - base` of every trained group, relative to the base of this commit.
 
     `kept`: checkpoint of the base on disk, which must not be replaced before the next base is durable. `steps`: of the phase
-    after this base that are in it.
+    after this base that are in it. `is_announced`: a round with the announced update is under way.
     Raises UserError (disk full).
     """
-    sources = {LEDGER + name: whole(array) for name, array in ledger.state().items()}
+    sources = {LEDGER + name: whole(array) for name, array in ledger.state(is_announced).items()}
     for group in trained_groups(trainer):
         pieces = partial(pending_pieces, trainer, base, group)
         if any(piece.any() for piece in pieces()):
@@ -110,21 +110,29 @@ def write_checkpoint(checkpoint: Checkpoint) -> None:
 
 
 def load_checkpoint(
-    store: Store, trainer: Trainer, ledger: LedgerState, layout: Layout, commit: str, round_number: int
+    store: Store, trainer: Trainer, ledger: LedgerState, layout: Layout, commit: str, round_number: int, is_last: bool = True
 ) -> Restored | None:
     """Restore the checkpoint of this commit and the owned experts, completely; of two, the one with more steps.
+
+    `is_last`: whether no later round is decided. Otherwise a checkpoint of moments alone goes first: the peer left,
+    and others have the samples of its work.
 
     Without one, restore the moments of the newest other checkpoint, and warn unless it is one of moments alone. None if there
     is none at all: training then continues from the base with fresh moments, which is worth a warning unless it is base 0.
     """
     wanted = commit, _owned(trainer)
     found, problems = _kept_checkpoints(store)
+    left = [kept for kept in found if kept.belongs_to[0] == NO_COMMIT and kept.round == round_number]
+    if left and not is_last:
+        found = left
     for kept in sorted(found, key=lambda kept: (kept.belongs_to == wanted, kept.round, kept.steps), reverse=True):
         if kept.crc != _crc(kept.arrays):
             problems.append(f"{kept.name} is truncated or damaged")
             continue
         if kept.belongs_to == wanted:
             _restore(kept.arrays, trainer, ledger, layout)
+            for moments in left:  # the peer is back: its work is its own again
+                store.delete(moments.name)
             return Restored(kept.name, True, kept.steps)
         _restore_moments(kept.arrays, trainer)
         if kept.belongs_to[0] == NO_COMMIT and not problems:
