@@ -346,6 +346,26 @@ def test_a_lost_hub_costs_its_cells_work_on_its_column_and_no_result() -> None:
     simulate(main)
 
 
+def test_results_that_wait_for_nobody_arrive_before_a_late_member_has_sent_its_update() -> None:
+    """Hubs hand on what one member alone has trained while they wait for their cells' updates."""
+
+    async def main() -> None:
+        members = [replace(m, bandwidth=10.0 if i < 30 else 0.0) for i, m in enumerate(members_of(40))]
+        plan = make_plan_of(members)
+        played = await Round.open(plan, random_updates(plan), "int4", MemoryNetwork(latency_s=0.05))
+        parts, *others, late = played.empty().parts, *(m.peer for m in plan.members)
+        assert any(part.cell_of.index(part.cell_of[39], 30) < 39 for part in parts), "its cell has another that is no hub"
+        running = asyncio.create_task(played.run(others))
+        await asyncio.sleep(1.0)
+        for part in parts:
+            if len(part.contributors) == 1:
+                assert all(part.index in played.exchanges[peer].results.encoded for peer in others)
+        await asyncio.gather(running, played.run([late]))
+        assert played.commit().dropped == ()
+
+    simulate(main)
+
+
 def test_a_hub_that_lives_and_hands_on_nothing_costs_no_result() -> None:
     async def main() -> None:
         plan = large_plan()

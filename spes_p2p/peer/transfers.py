@@ -74,7 +74,7 @@ class Transfers:
         self._pulling: dict[int, set[asyncio.Task[bool]]] = {}
         """By peer that is asked for results."""
         self._sent_to = {i: asyncio.Event() for i in self._pushes}
-        """By receiver; set when it has this peer's updates, or will not get them."""
+        """By receiver; set when it has this peer's own updates, or will not get them."""
         self._unsent = set(self._pushes)
         self._bytes_to = Counter[int]()
         """By receiver: bytes of updates sent to it."""
@@ -208,6 +208,7 @@ class Transfers:
                     self._serving.settle(each.part.index)
                 unsigned = await self._send_update(stream, each.update, each.body, unsigned)
                 self._bytes_to[reducer] += len(each.body)
+        self._has_sent(reducer)  # no result waits for a cell's mean, which waits for the whole cell
         for part in parts:
             if me in part.summing and (mean := await self.context.cell_means.get(part.index)) is not None:
                 unsigned = await self._send_update(stream, mean.update, mean.body, unsigned)
@@ -235,7 +236,7 @@ class Transfers:
         await stream.send(pack(sign(pushed, self.context.identity)), kind=Kind.PUSHED)
 
     def _has_sent(self, reducer: int) -> None:
-        """Note that this reducer has this peer's updates, or will not get them."""
+        """Note that this reducer has this peer's own updates, or will not get them."""
         self._sent_to[reducer].set()
         self._unsent.discard(reducer)
         if not self._unsent:
