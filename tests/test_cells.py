@@ -211,6 +211,17 @@ def test_the_busiest_line_sends_for_little_longer_than_any_assignment_needs(coun
     assert max(sent_s) <= 1.3 * max(max(own_s), all_s)
 
 
+@pytest.mark.parametrize("count", [64, 256])
+def test_a_thin_line_that_results_fill_receives_no_updates(count: int) -> None:
+    members = members_of(count, 8, (4e6, 2e6, 1.5e6))
+    experts = [TensorSpec(f"experts.{e}.down_proj", (2**7, 2**7), "expert", 0, e) for e in range(8)]
+    parts = part_table(Layout([TensorSpec("embed", (2**8, 2**7), "shared"), *experts]), members, codecs("int8"), 2**9)
+    received, least_s = traffic(parts, count)[1], sum(part.encoded_bytes for part in parts) / 1.5e6
+    assert max(size / m.bandwidth for size, m in zip(received, members, strict=True)) <= 1.01 * least_s
+    summing = {hub for part in parts for hub in part.summing}
+    assert {members[hub].bandwidth for hub in summing} <= {4e6, 2e6}
+
+
 @pytest.mark.parametrize("lost", [0, 1, 5])
 @pytest.mark.parametrize(("count", "regions"), [(64, 1), (100, 1), (256, 1), (16, 2), (40, 2)])
 @pytest.mark.parametrize("experts", [8, 16])

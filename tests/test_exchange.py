@@ -486,7 +486,7 @@ def test_what_a_stranger_began_to_send_is_dropped_long_before_an_exchange_ends()
 
 def test_what_is_ready_is_served_while_other_parts_wait_for_their_updates() -> None:
     async def main() -> None:
-        members = [member("A", 10, (9, 0, 0, 0)), member("B", 10, (0, 9, 0, 0)), member("C", 10, SHARED_ONLY)]
+        members = [member("A", 10, (9, 0, 0, 0)), member("B", 10, (0, 9, 0, 0)), member("C", 10, (0, 0, 9, 0))]
         played = await Round.open(make_plan_of(members), random_updates(make_plan_of(members)))
         running = asyncio.ensure_future(played.run("AB"))
         await asyncio.sleep(SILENCE_S / 4)
@@ -498,6 +498,50 @@ def test_what_is_ready_is_served_while_other_parts_wait_for_their_updates() -> N
         assert {part.index for part in of_a if part.index in results.encoded} == ready
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
+
+    simulate(main)
+
+
+def test_results_wait_while_updates_are_under_way_to_other_members() -> None:
+    """The member that asks may have its update long before others have theirs, and means wait for these."""
+
+    async def main() -> None:
+        members = [member("A", 10, (9, 0, 0, 0), 2.0), member("B", 10, (0, 0, 9, 0), 2.0), member("C", 10, SHARED_ONLY, 3.0)]
+        plan, network = make_plan_of(members), MemoryNetwork(latency_s=0.01)
+        played = await Round.open(plan, random_updates(plan), network=network)
+        order: list[str] = []
+
+        def note(frame: Frame) -> Frame:
+            if frame.sender == "A" and frame.kind == Kind.PART:
+                order.append(frame.method)
+            return frame
+
+        network.set_bandwidth("A", 1e3, 1e6)
+        network.tap = note
+        await played.run()
+        assert order == sorted(order, key=lambda method: method != PUSH)
+        assert set(order) == {PULL, PUSH}
+
+    simulate(main)
+
+
+def test_what_others_can_hand_on_at_once_goes_to_them_first() -> None:
+    async def main() -> None:
+        members = [member("A", 10, (9, 9, 9, 9), 1.0), *(member(peer, 10, SHARED_ONLY, 4.0) for peer in "BCD")]
+        plan, network, order = make_plan_of(members), MemoryNetwork(), list[tuple[str, int]]()
+        played = await Round.open(plan, random_updates(plan), network=network)
+
+        def note(frame: Frame) -> Frame:
+            if frame.sender == "A" and frame.kind == Kind.PART and frame.method == PUSH:
+                order.append((frame.receiver, int.from_bytes(frame.body[:INDEX_BYTES], "little")))
+            return frame
+
+        network.tap = note
+        await played.run()
+        for peer in "BCD":
+            alone = [played.empty().parts[index].contributors == (0,) for target, index in order if target == peer]
+            assert alone == sorted(alone, reverse=True)
+            assert len(set(alone)) == 2
 
     simulate(main)
 
@@ -565,7 +609,7 @@ REFUSED_PUSHES: dict[str, Callable[[Round, Part], bytes]] = {
 @pytest.mark.parametrize("what", REFUSED_PUSHES)
 def test_a_reducer_refuses_and_goes_on_with_the_others(what: str) -> None:
     async def main() -> None:
-        plan = make_plan_of([member("A", 10, (4, 0, 0, 0), 2.0), member("B", 10, SHARED_ONLY), member("C", 10, SHARED_ONLY)])
+        plan = make_plan_of([member("A", 10, (4, 0, 0, 0)), member("B", 10, SHARED_ONLY), member("C", 10, SHARED_ONLY)])
         updates = random_updates(plan)
         played = await Round.open(plan, updates)
         part = shared_parts_of(played, 0)[0]

@@ -145,6 +145,24 @@ def test_the_busiest_line_is_busy_for_little_longer_than_any_assignment_needs(
     assert all(sent[i] == pytest.approx(own_s[i]) for i in range(count) if i not in able)
 
 
+@pytest.mark.parametrize("bandwidths", [(4.0,), (4.0, 2.0, 1.0), (10.0, 10.0, 1.0)])
+@pytest.mark.parametrize(("count", "owners"), [(16, 8), (24, 4), (24, 24)])
+def test_the_busiest_line_receives_little_more_than_the_results_or_its_share(
+    count: int, owners: int, bandwidths: tuple[float, ...]
+) -> None:
+    """A thin line is full with results alone, and where lines are alike all receive updates."""
+    experts = [TensorSpec(f"experts.{e}.gate_up_proj", (32, 64), "expert", 0, e) for e in range(owners)]
+    layout = Layout([TensorSpec("embed", (owners * 8, 64), "shared"), *experts])
+    members = tuple(
+        member(f"{i:02d}", 5, tuple(int(e == i) for e in range(owners)), bandwidths[i % len(bandwidths)]) for i in range(count)
+    )
+    parts = part_table(layout, members, codecs("none"), 64)
+    received = traffic(parts, count)[1]
+    results_s = sum(part.encoded_bytes for part in parts) / min(bandwidths)
+    share_s = sum(received) / sum(m.bandwidth for m in members)
+    assert max(size / m.bandwidth for size, m in zip(received, members, strict=True)) <= 1.05 * max(results_s, share_s)
+
+
 def test_lines_that_are_alike_but_for_their_measurement_do_not_hand_on() -> None:
     layout = Layout([TensorSpec(f"experts.{e}.gate_up_proj", (32, 16), "expert", 0, e) for e in range(8)])
     members = tuple(member(f"{i}", 5, tuple(int(e == i) for e in range(8)), 1.0 + 0.1 * (i % 4)) for i in range(8))

@@ -70,15 +70,19 @@ class Transfers:
                 self._handed.setdefault(parent, []).append(part)
             if part.pushes(me):
                 self._pushes.setdefault(part.pushed_to(me), []).append(part)
+        for its in self._pushes.values():  # what the receiver can hand on as it comes goes first
+            its.sort(key=lambda part: len(part.contributors) > 1)
         self._silences = COMPLAINT_SILENCES * (2 if any(part.hubs for part in parts) else 1)
         self._pulling: dict[int, set[asyncio.Task[bool]]] = {}
         """By peer that is asked for results."""
         self._sent_to = {i: asyncio.Event() for i in self._pushes}
-        """By receiver; set when it has this peer's own updates, or will not get them."""
-        self._unsent = set(self._pushes)
+        """By receiver; set when it has this peer's updates, or will not get them."""
+        self._sending = set[int]()
+        """Receivers to which updates are under way."""
         self._bytes_to = Counter[int]()
         """By receiver: bytes of updates sent to it."""
-        self._all_sent = asyncio.Event()
+        self._news_of_sent = asyncio.Event()
+        """Set when one of them has these updates, or will not get them."""
         self._pushing: dict[int, list[asyncio.Task[None]]] = {}
         """By receiver."""
         self._signed_at: dict[Stream, float] = {}
@@ -108,8 +112,6 @@ class Transfers:
             if i in self._handed:
                 pulling += [asyncio.create_task(each) for each in self._pulls_from(i, tell_stalled)]
         tasks += pulling
-        if not self._pushes:
-            self._all_sent.set()
         self._open_streams, self._deadline = len(tasks), Deadline(len(tasks), self._rate)
         pulled = (part for its in self._handed.values() for part in its if pulls(part, self.context.me))
         self._bytes_left = sum(part.encoded_bytes for part in chain(pulled, *self._pushes.values()))
@@ -127,17 +129,24 @@ class Transfers:
     def end(self) -> None:
         """Complain about nobody and hold up no results from now on."""
         self._is_over = True
-        self._all_sent.set()
+        self._sending.clear()
+        self._news_of_sent.set()
         for sent in self._sent_to.values():
             sent.set()
         self._signed_at.clear()
         self._pushing.clear()  # failed tasks refer back to this exchange: its files would wait to be collected
 
     async def wait_until_sent_to(self, member: int) -> None:
-        """Wait until this member has what this peer sends it, or all have if that is nothing; results wait no longer."""
-        sent = self._sent_to.get(member, self._all_sent)
+        """Wait until this member has what this peer sends it, and nothing is under way to others; results wait no longer."""
         with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(sent.wait(), PUSH_FIRST * self.push_s)
+            await asyncio.wait_for(self._sent_to_all_and(member), PUSH_FIRST * self.push_s)
+
+    async def _sent_to_all_and(self, member: int) -> None:
+        if member in self._sent_to:
+            await self._sent_to[member].wait()
+        while self._sending:
+            self._news_of_sent.clear()
+            await self._news_of_sent.wait()
 
     @cached_property
     def push_s(self) -> float:
@@ -185,6 +194,8 @@ class Transfers:
         try:
             async with endpoint.stream(name, PUSH) as stream:
                 began = clock()
+                if not self._is_over:
+                    self._sending.add(reducer)
                 await self._send_updates(stream, reducer)
                 self._has_sent(reducer)
                 await stream.message()
@@ -238,9 +249,8 @@ class Transfers:
     def _has_sent(self, reducer: int) -> None:
         """Note that this reducer has this peer's own updates, or will not get them."""
         self._sent_to[reducer].set()
-        self._unsent.discard(reducer)
-        if not self._unsent:
-            self._all_sent.set()
+        self._sending.discard(reducer)
+        self._news_of_sent.set()
 
     def _pulls_from(self, parent: int, tell_stalled: TellStalled) -> Iterator[Coroutine[None, None, None]]:
         """Yield one coroutine for each stream in which this parent's results come."""

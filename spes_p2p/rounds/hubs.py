@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from statistics import median_low
 
 from spes_p2p.rounds.cells import NO_CELL, Cells
 from spes_p2p.rounds.codecs import Codec
 from spes_p2p.rounds.influence import ENOUGH_TO_CLIP
 from spes_p2p.rounds.parts import Part
 from spes_p2p.rounds.planned import Member
-from spes_p2p.rounds.reducers import Links, choose_reducers
+from spes_p2p.rounds.reducers import Links, choose_reducers, shares
 from spes_p2p.rounds.traffic import grouped_by_way
 
 HUBS_DELEGATION_RATIO = 1.1
@@ -24,9 +25,18 @@ class Columns:
     def __init__(self, members: tuple[Member, ...], cells: Cells):
         self._cells, self._members = cells, members
         self._sizes = Counter(cells.of)
+        self._rates = {column: min(members[hub].bandwidth for hub in hubs) for column, hubs in enumerate(cells.columns)}
         self._column_of = {hub: column for column, hubs in enumerate(cells.columns) for hub in hubs}
-        self._busy_s: dict[int, float] = {}
+        self._sends_s: dict[int, float] = {}
         """Seconds in which each hub sends."""
+        self._receives_s: dict[int, float] = {}
+        """Seconds in which each hub receives."""
+        self._updates_s: dict[int, float] = {}
+        """Of these, seconds for updates and means of cells, without which it has no mean to send."""
+        self._counts: dict[tuple[int, ...], Counter[int]] = {}
+        """By contributors: their number in each cell."""
+        self._copies_of: dict[tuple[tuple[int, ...], Codec, int], list[tuple[int, float, float]]] = {}
+        """By contributors, codec and column: see `_copies`."""
         self._ways: dict[tuple[tuple[int, ...], Codec], tuple[tuple[int, ...], bool]] = {}
         self._at_home = Counter[int]()
         """By cell: sets of few contributors whose parts its hubs reduce."""
@@ -49,29 +59,45 @@ class Columns:
         `keeps`: sole contributors that are hubs reduce their parts.
         """
         self._count_updates(parts)
+        left = shares(sum(part.encoded_bytes for part in parts if len(part.contributors) > 1), self._rates)
         taken: dict[int, tuple[int, int]] = {}
-        for part in sorted(parts, key=lambda part: len(part.contributors) > 1):
+        for part in sorted(parts, key=lambda part: len(part.contributors) == 1):
             own = self._column_of.get(part.contributors[0]) if keeps and len(part.contributors) == 1 else None
             columns = range(len(self._cells.columns)) if own is None else (own,)
+            if len(part.contributors) > 1:
+                columns = [column for column in columns if left[column] >= part.encoded_bytes] or columns
             column = min(columns, key=lambda column: (self._then_s(part, column), column))
-            root, sends_s = self._sends_s(part, column)
+            left[column] -= part.encoded_bytes
+            root, more_s = self._more_s(part, column)
             taken[part.index] = column, root
-            for hub, more_s in sends_s.items():
-                self._busy_s[hub] += more_s
-        return taken, max(self._busy_s.values())
+            for hub, sends_s, receives_s in more_s:
+                self._sends_s[hub] += sends_s
+                self._receives_s[hub] += receives_s
+                self._updates_s[hub] += receives_s
+        return taken, max(self._sends_s.values())
 
     def _count_updates(self, parts: Sequence[Part]) -> None:
-        """Count the time in which hubs send their own updates."""
-        own = Counter[int]()
+        """Count the time in which hubs send their own updates and receive all results.
+
+        One without an update of its own, such as a helper, has no mean to send until others have sent their updates.
+        """
+        own, alone, results = Counter[int](), Counter[int](), 0
         for part, size in grouped_by_way(parts):
+            results += size
             own.update(dict.fromkeys(part.contributors, size))
-        self._busy_s = {hub: own[hub] / self._members[hub].bandwidth for hub in self._column_of}
+            if len(part.contributors) == 1:
+                alone[part.contributors[0]] += size
+        own_s = {hub: own[hub] / self._members[hub].bandwidth for hub in self._column_of}
+        waited_s = median_low([seconds for seconds in own_s.values() if seconds] or [0.0])
+        self._sends_s = {hub: seconds or waited_s for hub, seconds in own_s.items()}
+        self._receives_s = {hub: (results - alone[hub]) / self._members[hub].bandwidth for hub in self._column_of}
+        self._updates_s = dict.fromkeys(self._column_of, 0.0)
 
     def _way(self, part: Part) -> tuple[tuple[int, ...], bool]:
         """Return the cells whose hubs may reduce the part, and whether the hubs of its contributors' cells sum first."""
         key = part.contributors, part.codec
         if key not in self._ways:
-            counts = Counter(self._cells.of[i] for i in part.contributors)
+            counts = self._in_cells(part.contributors)
             sums, homes = not part.codec.leaves_out and min(counts.values()) >= ENOUGH_TO_CLIP, tuple(sorted(counts))
             if not sums and len(part.contributors) <= len(self._sizes):
                 homes = (min(homes, key=lambda cell: (self._at_home[cell], cell)),)
@@ -79,23 +105,55 @@ class Columns:
             self._ways[key] = homes, sums and len(counts) > 1
         return self._ways[key]
 
-    def _sends_s(self, part: Part, column: int) -> tuple[int, dict[int, float]]:
-        """Return the least busy possible reducer in a column, and for how long each hub sends for the part.
+    def _in_cells(self, contributors: tuple[int, ...]) -> Counter[int]:
+        """Return the number of contributors in each cell."""
+        if contributors not in self._counts:
+            self._counts[contributors] = Counter(self._cells.of[i] for i in contributors)
+        return self._counts[contributors]
 
-        A hub sends copies to its cell, and its cell's mean to the reducer, which sends copies to the other hubs.
+    def _copies(self, part: Part, column: int) -> list[tuple[int, float, float]]:
+        """Return each hub of a column with the seconds in which it sends and receives for a byte of the part.
+
+        A hub sends copies to its cell, and its cell's mean to the reducer. It receives its cell's updates.
         """
-        hubs, (homes, sums) = self._cells.columns[column], self._way(part)
-        size, rate_of = part.encoded_bytes, {hub: self._members[hub].bandwidth for hub in hubs}
-        root_s = {hub: (len(hubs) - 1) * size / rate_of[hub] for hub in hubs}
-        root = min((hubs[cell] for cell in homes), key=lambda hub: (self._busy_s[hub] + root_s[hub], hub))
-        sends_s = {hub: (self._sizes[cell] - (not sums)) * size / rate_of[hub] for cell, hub in enumerate(hubs)}
-        sends_s[root] += root_s[root]
-        return root, sends_s
+        key = part.contributors, part.codec, column
+        if key not in self._copies_of:
+            (_, sums), inputs, copies = self._way(part), self._in_cells(part.contributors), []
+            for cell, hub in enumerate(self._cells.columns[column]):
+                rate, received = self._members[hub].bandwidth, inputs[cell] - (hub in part.contributors) if sums else 0
+                copies.append((hub, (self._sizes[cell] - (not sums)) / rate, received / rate))
+            self._copies_of[key] = copies
+        return self._copies_of[key]
+
+    def _more_s(self, part: Part, column: int) -> tuple[int, list[tuple[int, float, float]]]:
+        """Return the least busy possible reducer in a column, and each hub with how long it sends and receives for the part.
+
+        The reducer sends copies to the other hubs, and receives means or updates in place of the result.
+        """
+        hubs, (homes, sums), size = self._cells.columns[column], self._way(part), part.encoded_bytes
+        more = (len(hubs) - 1) * size
+        then_s = {hub: self._sends_s[hub] + more / self._members[hub].bandwidth for hub in (hubs[cell] for cell in homes)}
+        root = min(then_s, key=lambda hub: (then_s[hub], hub))
+        more_s = [(hub, sent * size, received * size) for hub, sent, received in self._copies(part, column)]
+        inputs = len(homes) - 1 if sums else len(part.contributors) - (root in part.contributors)
+        place, rate = hubs.index(root), self._members[root].bandwidth
+        hub, sends_s, receives_s = more_s[place]
+        more_s[place] = hub, sends_s + more / rate, receives_s + (inputs - (part.contributors != (root,))) * size / rate
+        return root, more_s
 
     def _then_s(self, part: Part, column: int) -> float:
-        """Return for how long the busiest hub of a column sends if it takes the part."""
-        _, sends_s = self._sends_s(part, column)
-        return max(self._busy_s[hub] + more_s for hub, more_s in sends_s.items())
+        """Return for how long the busiest hub of a column is busy if it takes the part, in each direction to which that adds.
+
+        Hubs that receive updates for it send after these.
+        """
+        busy_s = 0.0
+        for hub, sends_s, receives_s in self._more_s(part, column)[1]:
+            sends_s += self._sends_s[hub]
+            if receives_s > 0:
+                sends_s += self._updates_s[hub] + receives_s
+                busy_s = max(busy_s, self._receives_s[hub] + receives_s)
+            busy_s = max(busy_s, sends_s)
+        return busy_s
 
     def _placed(self, part: Part, column: int, reducer: int) -> Part:
         """Return the part with its reducer and hubs."""

@@ -1,15 +1,17 @@
-"""The reducers of a round's parts, chosen by the load of members' links.
+"""The reducers of a round's parts, chosen by the load of members' links, each way.
 
-A part's only contributor reduces it. Each other part goes to the member whose link is then busy for the shortest time: the
-reducer of a part with c contributors receives c' updates (those of others) and sends N - 1 copies, which takes
-(c' + N - 1) * encoded bytes / bandwidth.
+A part's only contributor reduces it. The reducer of another part receives the updates of others in place of the result, and
+sends copies to N - 1 members, less its own update, which it does not push. It goes to the member whose link is then busy for
+the shortest time, in whichever direction is the busier one. All members receive a result of everything, so on a thin line that
+alone may take longest, and what the line could send meanwhile is no reason to let it receive updates, too.
 
 Then the members that would send for longest delegate parts that they alone contribute to, and send those only once. A round
 takes at least max over members of (bytes sent / upload bandwidth): a contributor sends its update once, a reducer
 `extra_copies` more. One without an update of its own has no mean to send until others have sent their updates; what one member
 alone contributes it hands on as it comes. Delegation adds no bytes, since a result crosses N - 1 uplinks whoever serves it, so
 the optimum is at least max(own updates / own bandwidth, all bytes sent / all bandwidth). Members delegate if the longest time
-exceeds DELEGATION_RATIO times that bound, as long as it gets shorter.
+exceeds DELEGATION_RATIO times that bound, as long as it gets shorter. What they may delegate does not count when the other
+parts are placed: it adds nothing to what members receive, so it can go wherever that leaves time to send.
 """
 
 from __future__ import annotations
@@ -21,6 +23,11 @@ from statistics import median_low
 from spes_p2p.rounds.parts import Part
 from spes_p2p.rounds.planned import Member
 
+SPARE_SHARES = 2.0
+"""A member reduces at most this many times an equal share of what others trained, too, or its share of the bandwidth.
+
+Otherwise one that claims a fast line would reduce nearly all, since the results alone fill the lines of others.
+"""
 DELEGATION_RATIO = 1.25
 """Owners delegate parts when the busiest link takes this many times the least possible: less is an error of measurement."""
 
@@ -38,12 +45,13 @@ def possible_reducers(members: tuple[Member, ...], lost: Collection[int] = ()) -
 def choose_reducers(parts: Sequence[Part], links: Links) -> tuple[Part, ...]:
     """Return the parts with their reducers. Beside cells, few contributors push all their parts to the same one."""
     for part in parts:
-        links.send_updates(part)
+        links.exchange(part)
     links.wait_for_updates()
-    own = [part for part in parts if len(part.contributors) == 1 and part.reducer in links.busy_s]
+    own = [part for part in parts if len(part.contributors) == 1 and part.reducer in links.reducers]
     chosen = {part.index: part for part in own}
-    for part in own:
-        links.reduce(part, part.reducer)
+    links.share(sum(part.encoded_bytes for part in parts if part.index not in chosen))
+    if not links.may_delegate:
+        links.keep(own)
     reducer_of: dict[tuple[int, ...], int] = {}
     for part in parts:
         if part.index not in chosen and not part.summing and len(part.contributors) <= len(part.hubs):
@@ -52,8 +60,16 @@ def choose_reducers(parts: Sequence[Part], links: Links) -> tuple[Part, ...]:
     for part in parts:
         if part.index not in chosen:
             chosen[part.index] = replace(part, reducer=links.reduce(part, links.least_busy(part)))
-    chosen.update(links.delegate(own))
+    if links.may_delegate:
+        links.keep(own)
+        chosen.update(links.delegate(own))
     return tuple(chosen[part.index] for part in parts)
+
+
+def shares(size: int, rates: dict[int, float]) -> dict[int, float]:
+    """Return how many of `size` bytes to be reduced each may take; its share of the rates, or SPARE_SHARES equal ones."""
+    all_rates = sum(rates.values())
+    return {i: size * max(rate / all_rates, SPARE_SHARES / len(rates)) for i, rate in rates.items()}
 
 
 def extra_copies(part: Part, reducer: int, ends: int) -> int:
@@ -65,60 +81,89 @@ def extra_copies(part: Part, reducer: int, ends: int) -> int:
 
 
 class Links:
-    """The load of each possible reducer's link."""
+    """The load of each possible reducer's link, each way."""
 
     def __init__(self, members: tuple[Member, ...], reducers: list[int], ends: int):
         """`ends`: see `Cells.ends`; all members in a round without cells."""
+        self.reducers = frozenset(reducers)
+        """Members that may reduce."""
         self._ends = ends
-        self.busy_s = dict.fromkeys(reducers, 0.0)
-        """Seconds to receive and send for the parts that it reduces."""
         self._own_s = dict.fromkeys(reducers, 0.0)
         """Seconds to upload its own updates."""
         self._averaged_s = dict.fromkeys(reducers, 0.0)
         """Those of parts to which others contribute, too."""
+        self._results = 0
+        """Bytes of one result of each part."""
         self._sends_s = dict.fromkeys(reducers, 0.0)
         """Seconds until it has sent all."""
+        self._receives_s = dict.fromkeys(reducers, 0.0)
+        """Seconds in which it receives."""
+        self._reduced_s = dict.fromkeys(reducers, 0.0)
+        """Seconds that a copy of each part takes that it reduces."""
+        self._shares: dict[int, float] = {}
+        """Bytes of which each may still become the reducer, beside those that it alone contributes."""
         self._members = members
 
-    def send_updates(self, part: Part) -> None:
-        """Count the upload of the contributors' updates."""
-        for i in part.contributors:
-            if i in self._sends_s:
-                seconds = part.encoded_bytes / self._members[i].bandwidth
-                self._own_s[i] += seconds
-                self._averaged_s[i] += seconds * (len(part.contributors) > 1)
+    @property
+    def may_delegate(self) -> bool:
+        """Whether there is a third member, to which parts can be handed over."""
+        return len(self._members) > 2
+
+    def exchange(self, part: Part) -> None:
+        """Count the upload of the contributors' updates, and one result for each member."""
+        self._results += part.encoded_bytes
+        for i in self.reducers.intersection(part.contributors):
+            seconds = part.encoded_bytes / self._members[i].bandwidth
+            self._own_s[i] += seconds
+            self._averaged_s[i] += seconds * (len(part.contributors) > 1)
 
     def wait_for_updates(self) -> None:
         """Count the time until there are means, for reducers without an update of their own, such as helpers."""
         waited_s = median_low([averaged_s for averaged_s in self._averaged_s.values() if averaged_s] or [0.0])
         for i, own_s in self._own_s.items():
             self._sends_s[i] = own_s or waited_s
+            self._receives_s[i] = self._results / self._members[i].bandwidth - (own_s - self._averaged_s[i])
+
+    def share(self, size: int) -> None:
+        """Bound each member's share of these bytes, which are to be placed."""
+        self._shares = shares(size, {i: self._members[i].bandwidth for i in self._sends_s})
+
+    def keep(self, own: list[Part]) -> None:
+        """Let the only contributors of these parts reduce them."""
+        for part in own:
+            self._count(part, part.reducer)
 
     def reduce(self, part: Part, reducer: int) -> int:
         """Assign the part to this reducer and return it."""
-        self.busy_s[reducer] += self._added_busy_s(part, reducer)
-        self._sends_s[reducer] += self._extra_s(part, reducer)
+        self._shares[reducer] -= part.encoded_bytes
+        self._count(part, reducer)
         return reducer
 
+    def _count(self, part: Part, reducer: int) -> None:
+        self._sends_s[reducer] += self._more_sent_s(part, reducer)
+        self._receives_s[reducer] += self._more_received_s(part, reducer)
+        self._reduced_s[reducer] += part.encoded_bytes / self._members[reducer].bandwidth
+
     def least_busy(self, part: Part) -> int:
-        """Return the member whose link is busy for the shortest time if it reduces the part."""
-        return min(self.busy_s, key=lambda i: (self.busy_s[i] + self._added_busy_s(part, i), i))
+        """Return the member whose link is busy for the shortest time if it reduces the part. Of two members none is busier."""
+        able = [i for i, share in self._shares.items() if share >= part.encoded_bytes] or self._shares
+        return min(able, key=lambda i: (self._busy_s(part, i), self._reduced_s[i], i))
 
     def delegate(self, own: list[Part]) -> dict[int, Part]:
         """Move some of these parts away from their only contributors; return them by index."""
         sends_s, delegated = self._sends_s, dict[int, Part]()
-        if len(self._members) < 3 or max(sends_s.values()) <= DELEGATION_RATIO * self._least_s():
+        if not sends_s or max(sends_s.values()) <= DELEGATION_RATIO * self._least_s():
             return delegated
         left: dict[int, list[Part]] = {}
         for part in own:
             left.setdefault(part.reducer, []).append(part)
         while left.get(busiest := max(sends_s, key=lambda i: (sends_s[i], -i))):
             part = left[busiest].pop()
-            then_s = {i: sends_s[i] + self._extra_s(part, i) for i in sends_s if i != busiest}
+            then_s = {i: sends_s[i] + self._more_sent_s(part, i) for i in sends_s if i != busiest}
             taker = min(then_s, key=lambda i: (then_s[i], i), default=busiest)
             if taker == busiest or then_s[taker] >= sends_s[busiest]:
                 break
-            sends_s[busiest] -= self._extra_s(part, busiest)
+            sends_s[busiest] -= self._more_sent_s(part, busiest)
             sends_s[taker] = then_s[taker]
             delegated[part.index] = replace(part, reducer=taker)
         return delegated
@@ -128,9 +173,17 @@ class Links:
         sent = sum(sends_s * self._members[i].bandwidth for i, sends_s in self._sends_s.items())
         return max(*self._own_s.values(), sent / sum(self._members[i].bandwidth for i in self._sends_s), 0.0)
 
-    def _added_busy_s(self, part: Part, reducer: int) -> float:
-        received = len(part.inputs) - (reducer in part.inputs)
-        return (received + self._ends - 1) * part.encoded_bytes / self._members[reducer].bandwidth
+    def _busy_s(self, part: Part, reducer: int) -> float:
+        """Return for how long this reducer's link is busy with the part, in each direction in which that adds to its load."""
+        more_sent_s, more_received_s = self._more_sent_s(part, reducer), self._more_received_s(part, reducer)
+        sends_s, receives_s = self._sends_s[reducer] + more_sent_s, self._receives_s[reducer] + more_received_s
+        return max(sends_s if more_sent_s > 0 else 0.0, receives_s if more_received_s > 0 else 0.0)
 
-    def _extra_s(self, part: Part, reducer: int) -> float:
+    def _more_sent_s(self, part: Part, reducer: int) -> float:
         return extra_copies(part, reducer, self._ends) * part.encoded_bytes / self._members[reducer].bandwidth
+
+    def _more_received_s(self, part: Part, reducer: int) -> float:
+        """Return the seconds for the updates of others, which come in place of the result."""
+        received = len(part.inputs) - (reducer in part.inputs)
+        pulled = part.contributors != (reducer,)
+        return (received - pulled) * part.encoded_bytes / self._members[reducer].bandwidth

@@ -30,7 +30,7 @@ def moved_parts(
         of_all, part = part.contributors, replace(part, contributors=contributors, revision=revision)
         if part.hubs and NO_CELL not in part.cell_of:
             moved |= _moved_in_column(part, of_all, lost, rooted)
-        elif links.busy_s:
+        elif links.reducers:
             part = _without_hubs(part, of_all, lost)
             reducer = links.reduce(part, links.least_busy(part))
             hubs = tuple(reducer if hub in lost else hub for hub in part.hubs)
