@@ -18,10 +18,10 @@ from spes_p2p.messages.samples import Cursor, Interval
 from spes_p2p.model.layout import Layout, TensorSpec
 from spes_p2p.rounds import claims
 from spes_p2p.rounds.accounting import MAX_PENDING_ROUNDS
-from spes_p2p.rounds.claims import BANDWIDTH_RATIO, LOST_ROUNDS, clamped, demoted, outstanding
+from spes_p2p.rounds.claims import LOST_ROUNDS, clamped, demoted, outstanding
 from spes_p2p.rounds.part_table import part_table
 from spes_p2p.rounds.plan import Rules, make_plan
-from spes_p2p.rounds.planned import Member, Plan
+from spes_p2p.rounds.planned import BANDWIDTH_RATIO, Member, Plan
 from spes_p2p.testing.simulate.swarm import EXPERTS, NUM_SAMPLES, VirtualSwarm, campaign, simulate
 
 CAMPAIGN = campaign()
@@ -151,23 +151,28 @@ def test_who_was_lost_or_disputed_in_the_last_rounds_is_demoted_and_keeps_its_ba
             assert [each.bandwidth for each in members] == [1.0, 1.0]
 
 
-WIDE = Layout([TensorSpec("embed", (2**28,), "shared")])
-
-
-@pytest.mark.parametrize(("peers", "liars"), [(4, 1), (6, 1), (8, 2), (30, 1)])
+@pytest.mark.parametrize(("peers", "liars"), [(4, 1), (6, 1), (8, 2), (30, 1), (30, 4), (64, 8)])
+@pytest.mark.parametrize("owners", [0, 3, 24])
 @pytest.mark.parametrize("admission", ["friends", "open"])
-def test_who_exaggerates_its_bandwidth_reduces_a_bounded_share(peers: int, liars: int, admission: str) -> None:
-    """Each gets at most four shares, so that one of six reduces at most 4 / 9 of a model; strangers of an open one none."""
+def test_who_exaggerates_its_bandwidth_reduces_a_bounded_share(peers: int, liars: int, owners: int, admission: str) -> None:
+    """Of what others trained, too, each gets at most four shares, however full with experts the lines of others are.
+
+    So one of six reduces at most 4 / 9. Strangers of an open campaign reduce nothing.
+    """
     names = [f"{number:02d}" for number in range(peers)]
     said = {name: announce(bandwidth=1e15 if number < liars else 1.0) for number, name in enumerate(names)}
     members = tuple(
-        Member(name, 1, (0,) * EXPERTS, each.bandwidth, standing="newcomer" if admission == "open" and i < liars else "vouched")
+        Member(name, 1, tuple(int(e == peers - 1 - i) for e in range(owners)), each.bandwidth,
+               standing="newcomer" if admission == "open" and i < liars else "vouched")
         for i, (name, each) in enumerate(clamped(said, chain(""), CAMPAIGN.config).items())
     )
-    parts = part_table(WIDE, members, codecs("int4"))
-    theirs = sum(part.size for part in parts if part.reducer < liars) / WIDE.size
-    most = 4 * liars / (4 * liars + peers - liars) if admission == "friends" else 0.0
-    assert theirs == pytest.approx(most, abs=0.02)
+    experts = [TensorSpec(f"experts.{e}.gate_up_proj", (2**14, 2**8), "expert", 0, e) for e in range(owners)]
+    parts = part_table(Layout([TensorSpec("embed", (2**25,), "shared"), *experts]), members, codecs("int4"))
+    common = [part for part in parts if part.group.expert is None]
+    theirs = sum(part.size for part in common if part.reducer < liars) / 2**25
+    most = 4 * liars / (3 + peers) if admission == "friends" else 0.0
+    assert theirs <= most + 0.02
+    assert owners or theirs >= 0.7 * most
 
 
 def test_one_loss_does_not_hide_the_others() -> None:

@@ -21,11 +21,8 @@ from spes_p2p.messages.rounds import Announcement
 from spes_p2p.messages.samples import Interval
 from spes_p2p.rounds.accounting import MAX_PENDING_ROUNDS
 from spes_p2p.rounds.checks import disputed
-from spes_p2p.rounds.planned import Demotion, Member
+from spes_p2p.rounds.planned import BANDWIDTH_RATIO, Demotion, Member
 
-BANDWIDTH_RATIO = 4.0
-"""Bounds a member's bandwidth in a plan, as a multiple of the median member's. Only the member itself measures it, and an
-exaggeration makes it reduce more than its share."""
 LOST_ROUNDS = 3
 """A member that was lost as a reducer, stalled, or is disputed reduces nothing for this many rounds unless nobody else can, and
 keeps its vote."""

@@ -26,6 +26,7 @@ class Columns:
         self._cells, self._members = cells, members
         self._sizes = Counter(cells.of)
         self._rates = {column: min(members[hub].bandwidth for hub in hubs) for column, hubs in enumerate(cells.columns)}
+        """By column: the bandwidth of its slowest hub."""
         self._column_of = {hub: column for column, hubs in enumerate(cells.columns) for hub in hubs}
         self._sends_s: dict[int, float] = {}
         """Seconds in which each hub sends."""
@@ -63,7 +64,7 @@ class Columns:
         taken: dict[int, tuple[int, int]] = {}
         for part in sorted(parts, key=lambda part: len(part.contributors) == 1):
             own = self._column_of.get(part.contributors[0]) if keeps and len(part.contributors) == 1 else None
-            columns = range(len(self._cells.columns)) if own is None else (own,)
+            columns: Sequence[int] = range(len(self._cells.columns)) if own is None else (own,)
             if len(part.contributors) > 1:
                 columns = [column for column in columns if left[column] >= part.encoded_bytes] or columns
             column = min(columns, key=lambda column: (self._then_s(part, column), column))

@@ -13,6 +13,9 @@ from spes_p2p.messages.consensus import Verdict
 from spes_p2p.messages.rounds import Proposal
 from spes_p2p.messages.samples import Cursor, Interval
 
+BANDWIDTH_RATIO = 4.0
+"""Bounds a member's bandwidth in a plan, as a multiple of the median member's. Only the member itself measures it, and an
+exaggeration makes it reduce more than its share."""
 Demotion = Literal["", "lost", "disputed"]
 """Why a member reduces nothing while others can (`claims.demoted`); empty: it may reduce."""
 

@@ -3,7 +3,8 @@
 A part's only contributor reduces it. The reducer of another part receives the updates of others in place of the result, and
 sends copies to N - 1 members, less its own update, which it does not push. It goes to the member whose link is then busy for
 the shortest time, in whichever direction is the busier one. All members receive a result of everything, so on a thin line that
-alone may take longest, and what the line could send meanwhile is no reason to let it receive updates, too.
+alone may take longest, and what the line could send meanwhile is no reason to let it receive updates, too. But lines are fast
+by what members claim, so each reduces a bounded share of what others trained, too (`shares`).
 
 Then the members that would send for longest delegate parts that they alone contribute to, and send those only once. A round
 takes at least max over members of (bytes sent / upload bandwidth): a contributor sends its update once, a reducer
@@ -16,18 +17,14 @@ parts are placed: it adds nothing to what members receive, so it can go wherever
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from statistics import median_low
 
 from spes_p2p.rounds.parts import Part
-from spes_p2p.rounds.planned import Member
+from spes_p2p.rounds.planned import BANDWIDTH_RATIO, Member
 
-SPARE_SHARES = 2.0
-"""A member reduces at most this many times an equal share of what others trained, too, or its share of the bandwidth.
-
-Otherwise one that claims a fast line would reduce nearly all, since the results alone fill the lines of others.
-"""
 DELEGATION_RATIO = 1.25
 """Owners delegate parts when the busiest link takes this many times the least possible: less is an error of measurement."""
 
@@ -49,7 +46,7 @@ def choose_reducers(parts: Sequence[Part], links: Links) -> tuple[Part, ...]:
     links.wait_for_updates()
     own = [part for part in parts if len(part.contributors) == 1 and part.reducer in links.reducers]
     chosen = {part.index: part for part in own}
-    links.share(sum(part.encoded_bytes for part in parts if part.index not in chosen))
+    links.share(sum(part.encoded_bytes for part in parts if len(part.contributors) > 1))
     if not links.may_delegate:
         links.keep(own)
     reducer_of: dict[tuple[int, ...], int] = {}
@@ -67,9 +64,12 @@ def choose_reducers(parts: Sequence[Part], links: Links) -> tuple[Part, ...]:
 
 
 def shares(size: int, rates: dict[int, float]) -> dict[int, float]:
-    """Return how many of `size` bytes to be reduced each may take; its share of the rates, or SPARE_SHARES equal ones."""
-    all_rates = sum(rates.values())
-    return {i: size * max(rate / all_rates, SPARE_SHARES / len(rates)) for i, rate in rates.items()}
+    """Return how many of `size` bytes each may reduce: its share of the rates, or the share of one that claims BANDWIDTH_RATIO.
+
+    Without the bound such a line alone would have time to spare, where those of others are full with their experts.
+    """
+    claimed, all_rates = BANDWIDTH_RATIO / (BANDWIDTH_RATIO + len(rates) - 1), sum(rates.values())
+    return {i: size * max(rate / all_rates, claimed) for i, rate in rates.items()}
 
 
 def extra_copies(part: Part, reducer: int, ends: int) -> int:
@@ -100,8 +100,8 @@ class Links:
         """Seconds in which it receives."""
         self._reduced_s = dict.fromkeys(reducers, 0.0)
         """Seconds that a copy of each part takes that it reduces."""
-        self._shares: dict[int, float] = {}
-        """Bytes of which each may still become the reducer, beside those that it alone contributes."""
+        self._shares = dict.fromkeys(reducers, math.inf)
+        """Bytes to which several contribute of which each may still become the reducer."""
         self._members = members
 
     @property
@@ -135,7 +135,8 @@ class Links:
 
     def reduce(self, part: Part, reducer: int) -> int:
         """Assign the part to this reducer and return it."""
-        self._shares[reducer] -= part.encoded_bytes
+        if len(part.contributors) > 1:
+            self._shares[reducer] -= part.encoded_bytes
         self._count(part, reducer)
         return reducer
 
@@ -146,7 +147,8 @@ class Links:
 
     def least_busy(self, part: Part) -> int:
         """Return the member whose link is busy for the shortest time if it reduces the part. Of two members none is busier."""
-        able = [i for i, share in self._shares.items() if share >= part.encoded_bytes] or self._shares
+        is_shared = len(part.contributors) > 1
+        able = [i for i, share in self._shares.items() if not is_shared or share >= part.encoded_bytes] or self._shares
         return min(able, key=lambda i: (self._busy_s(part, i), self._reduced_s[i], i))
 
     def delegate(self, own: list[Part]) -> dict[int, Part]:
