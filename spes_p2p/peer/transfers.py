@@ -76,7 +76,7 @@ class Transfers:
         self._pulling: dict[int, set[asyncio.Task[bool]]] = {}
         """By peer that is asked for results."""
         self._sent_to = {i: asyncio.Event() for i in self._pushes}
-        """By receiver; set when it has this peer's updates, or will not get them."""
+        """By receiver; set when it has this peer's own updates, or will not get them."""
         self._sending = set[int]()
         """Receivers to which updates are under way."""
         self._bytes_to = Counter[int]()
@@ -197,7 +197,6 @@ class Transfers:
                 if not self._is_over:
                     self._sending.add(reducer)
                 await self._send_updates(stream, reducer)
-                self._has_sent(reducer)
                 await stream.message()
                 is_confirmed = True
                 endpoint.upload.confirm(self._bytes_to[reducer], began, clock())
