@@ -162,7 +162,7 @@ def test_an_expert_that_was_handed_on_survives_the_death_of_its_reducer(method: 
         swarm = VirtualSwarm(campaign(total_steps=80, sync={"min_peers": 4, "silence_s": 5.0}))
         swarm.start_bootstrap()
         for name in "ABCD":
-            swarm.start(name, bandwidth=0.02 if name == "A" else 1.0)
+            swarm.start(name, bandwidth=0.02 if name == "A" else 3.0)  # three times the bootstrap peer's
         await swarm.until_round(2)
         killed: list[str] = []
 
