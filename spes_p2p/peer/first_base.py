@@ -87,7 +87,7 @@ def _load_checkpoint(replica: Replica, base: Base) -> None:
     if found is not None:
         replica.store.checkpoint = found.name
     if found is not None and found.is_whole:
-        replica.progress, replica.is_saved_in_phase = (base.commit, found.steps), found.steps > 0
+        replica.progress = replica.saved = base.commit, found.steps
         replica.announce()
         if replica.overlaps:  # the checkpoint is not older than the update of its round
             replica.ledger.continue_round()

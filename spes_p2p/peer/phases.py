@@ -148,7 +148,7 @@ class PhaseRunner:
                 self.lock.release()
                 await self.lock.acquire()  # the lock is fair: whoever waits goes first
             else:
-                await replica.save_in_phase()
+                await replica.save()
 
     def give_up_rest(self, before: Base) -> None:
         """Return the samples that are left of the phase after this base if another base has followed since a restart.

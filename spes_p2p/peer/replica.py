@@ -81,8 +81,8 @@ class Replica:
         self.checkpoints_in_phase = checkpoint_every_s > 0
         self.progress: tuple[str, int] = "", 0
         """Commit of a base, and the steps of the phase after it that are done; after a restart, those in the checkpoint."""
-        self.is_saved_in_phase = False
-        """Whether the last checkpoint is of the phase after the base."""
+        self.saved: tuple[str, int] = "", 0
+        """The same of the last checkpoint."""
         self.overlaps = sync.overlap
         self.work = OwnWork(node.peer_id, layout, self.codecs, scratch, node.world.threads)
         self.validity = Validity(
@@ -247,9 +247,8 @@ class Replica:
         new, run = built.base, self.node.world.run_blocking
         dropped = await run(self._settle, new, results, {part.index for part in results.committed(commit)})
         self.work.sent_update_lost = False
-        if self.overlaps and self.is_saved_in_phase:  # it has work that this base does not include, and belongs to the last one
-            self.store.call_for_checkpoint()
-        self.is_saved_in_phase = False
+        is_member = results.plan.index(self.node.peer_id) is not None
+        self._leave_base(has_saved_work=not is_member or (self.overlaps and self.saved[1] > 0))
         self.store.replace(new)
         if dropped:
             self._observer(WorkDropped(new.round, dropped, "left out of more than two rounds"))
@@ -304,13 +303,17 @@ class Replica:
         await run(self.store.serve, base)
         if self.trainer is not None:
             await run(self.work.take_assignment, base)
+        self._leave_base(has_saved_work=True)
         self.store.replace(base)
         await self.save()
 
-    async def save_in_phase(self) -> None:
-        """Begin to make durable the work of the phase under way, if that is due. Raises UserError (disk full)."""
-        await self.save()
-        self.is_saved_in_phase = True
+    def _leave_base(self, has_saved_work: bool) -> None:
+        """Call for a checkpoint if that of this base has work that is still pending: the next base would leave it useless.
+
+        `has_saved_work`: whether the next base leaves out work that it has, if it has any.
+        """
+        if has_saved_work and self.saved[0] == self.base.commit and self.trainer is not None and self.ledger.max_pending_tokens:
+            self.store.call_for_checkpoint()
 
     async def save_moments(self) -> None:
         """Make the moments durable: a peer that leaves may come back. Raises UserError (disk full)."""
@@ -323,4 +326,5 @@ class Replica:
 
     def _checkpoint(self, base: Base, before: str | None) -> Checkpoint:
         steps = self.progress[1] if self.progress[0] == base.commit else 0
+        self.saved = base.commit, steps
         return self.work.checkpoint(self.node.world.store, base, before, steps, is_announced=self.overlaps and steps > 0)
