@@ -245,24 +245,28 @@ def test_who_left_within_a_phase_and_is_back_continues_it_unless_others_have_its
     simulate(main)
 
 
+@pytest.mark.parametrize("in_memory", [False, True])
 @pytest.mark.parametrize("overlap", [False, True])
-def test_work_in_a_checkpoint_outlasts_a_kill_after_rounds_without_this_peer(overlap: bool) -> None:
-    """Each base leaves the checkpoint of the one before useless."""
+def test_work_in_a_checkpoint_outlasts_a_kill_after_rounds_without_this_peer(overlap: bool, in_memory: bool) -> None:
+    """Each base leaves the checkpoint of the one before useless, and one in memory is computed again."""
 
     async def main() -> None:
         swarm = VirtualSwarm(
             campaign(200, "none", sync={"overlap": overlap, "min_peers": 2}), seconds_per_step=10.0, checkpoint_every_s=29.0
         )
-        swarm.start_all("ABC")
+        swarm.start_bootstrap()
+        for name in "ABC":
+            swarm.start(name, base_in_memory=in_memory)
         await swarm.until_round(3)
         await asyncio.sleep(55)
         number = swarm.nodes["A"].log.round
         swarm.kill("B")
         await swarm.until(lambda: swarm.nodes["A"].log.round >= number + 2)
         swarm.start_again("B")
-        while base_on_disk(swarm, "B") < number + 2:
-            await asyncio.sleep(0.01)
-        pending = swarm.peers["B"].replica.ledger.pending
+        replica = swarm.peers["B"].replica
+        await swarm.until(lambda: replica.has_base and swarm.round_of("B") >= number + 2)
+        await replica.store.durable()
+        pending = replica.ledger.pending
         assert pending.tokens >= 3 * 32
         swarm.restart("B")
         replica = swarm.peers["B"].replica

@@ -94,6 +94,11 @@ class KeptResults:
         """Make results durable before they are reported as staged."""
         await self._run(save_results, self._store, results)
 
+    async def stage_fetched(self, results: Results) -> None:
+        """Make results durable of which some were fetched after the exchange: a restart computes the base again from them."""
+        if results.file is not None and not results.file.is_durable:
+            await self.stage(results)
+
     def forget(self, base_round: int, kept_rounds: int, durable_round: int, pinned_round: int | None) -> None:
         """Delete results before the last `kept_rounds`, but none after `durable_round`, that of the base on disk.
 

@@ -252,6 +252,8 @@ class Replica:
         self.store.replace(new)
         if dropped:
             self._observer(WorkDropped(new.round, dropped, "left out of more than two rounds"))
+        if built.draft is None:
+            await self.results.stage_fetched(results)
         await self.save(built.draft)
         pinned = self.store.snapshots.oldest_pinned_round
         await run(self.results.forget, new.round, self._kept_rounds, self.store.durable_round, pinned)

@@ -13,6 +13,8 @@ class ResultFile:
     """The encoded results of one plan in a blob, in the order of the parts, without gaps."""
 
     def __init__(self, draft: Draft, parts: Sequence[Part]):
+        self.is_durable = False
+        """Whether all results that were put are durable."""
         self._draft = draft
         self._starts = part_offsets(parts)
         draft.write(self._starts[-1], b"\0")
@@ -20,12 +22,13 @@ class ResultFile:
 
     def put(self, index: int, encoded: bytes | memoryview) -> memoryview:
         """Write a part's result; return a view of it in the file. Raises UserError (disk full)."""
-        start = self._starts[index]
+        start, self.is_durable = self._starts[index], False
         self._draft.write(start, encoded)
         return self._view[start : start + len(encoded)]
 
     def publish(self) -> None:
         """Make the results durable. May be called again after more results."""
+        self.is_durable = True
         self._draft.publish()
 
 
