@@ -279,6 +279,32 @@ def test_work_in_a_checkpoint_outlasts_a_kill_after_rounds_without_this_peer(ove
     simulate(main)
 
 
+def test_a_checkpoint_since_a_peer_is_back_counts_more_than_the_moments_with_which_it_left() -> None:
+    async def main() -> None:
+        swarm = VirtualSwarm(campaign(200, "none", sync={"min_peers": 2}), seconds_per_step=10.0, checkpoint_every_s=39.0)
+        swarm.start_all("ABC")
+        await swarm.until_round(3)
+        number = swarm.nodes["A"].log.round
+        swarm.peers["B"].leave()
+        await swarm.until(swarm.tasks["B"].done)
+        swarm.restart("B")
+        replica = swarm.peers["B"].replica
+        await swarm.until(lambda: replica.saved[1] == 4)
+        await asyncio.sleep(5)
+        assert swarm.nodes["A"].log.round == number
+        swarm.kill("B")
+        await swarm.until(lambda: swarm.nodes["A"].log.round > number)
+        swarm.start_again("B")
+        replica = swarm.peers["B"].replica
+        while replica.trainer is None or not (replica.ledger.announced.tokens or swarm.peers["B"].phases.lock.locked()):
+            await asyncio.sleep(0.001)
+        assert replica.ledger.pending.tokens == 4 * 32
+        await swarm.until_round(number + 4)
+        swarm.assert_replicas_agree()
+
+    simulate(main)
+
+
 class CountingTrainer(RecordingTrainer):
     """Has the number of its steps as its moment."""
 

@@ -36,6 +36,8 @@ class BaseStore:
         self.current: Base | None = None
         self.checkpoint: str | None = None
         """Name of the last checkpoint on disk."""
+        self.has_left = False
+        """Whether that is one of moments alone, with which this peer left. The next one deletes it: the peer is back."""
         self.durable_round = -1
         """Round of the base on disk."""
         self._durable_commit = ""
@@ -146,7 +148,9 @@ class BaseStore:
         run, world = self._world.run_blocking, self._world
         if checkpoint is not None:
             await run(write_checkpoint, checkpoint)
-            self.checkpoint = checkpoint.name
+            if self.has_left and self.checkpoint is not None:
+                await run(world.store.delete, self.checkpoint)
+            self.checkpoint, self.has_left = checkpoint.name, False
         if base is not None:
             if draft is not None:
                 await run(draft.publish)

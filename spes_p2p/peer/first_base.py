@@ -85,7 +85,7 @@ def _load_checkpoint(replica: Replica, base: Base) -> None:
     store, is_last = replica.node.world.store, replica.node.log.last.id == base.commit
     found = load_checkpoint(store, trainer, replica.ledger, replica.layout, base.commit, base.round, is_last)
     if found is not None:
-        replica.store.checkpoint = found.name
+        replica.store.checkpoint, replica.store.has_left = found.name, found.has_left
     if found is not None and found.is_whole:
         replica.progress = replica.saved = base.commit, found.steps
         replica.announce()

@@ -44,6 +44,8 @@ class Restored:
     """False for one of another round: only its moments were restored."""
     steps: int
     """Steps of the phase after its base that the pending work includes."""
+    has_left: bool = False
+    """Whether it is one of moments alone."""
 
 
 @dataclass(frozen=True)
@@ -138,13 +140,13 @@ def load_checkpoint(
         if kept.belongs_to[0] == NO_COMMIT and not problems:
             left_after = max(0, kept.round)
             logger.info("continuing from the base with the moments of this trainer when it left after round %d", left_after)
-            return Restored(kept.name, False, 0)
+            return Restored(kept.name, False, 0, has_left=True)
         if not problems and kept.round == round_number:
             other = "other experts" if kept.belongs_to[0] == commit else "another base"
             problems.append(f"the checkpoint of round {round_number} is of {other}")
         problem = problems[0] if problems else f"no checkpoint of round {round_number}"
         logger.warning("%s: continuing from the base with the moments of round %d", problem, kept.round)
-        return Restored(kept.name, False, 0)
+        return Restored(kept.name, False, 0, has_left=kept.belongs_to[0] == NO_COMMIT)
     if problems or round_number >= 0:
         problem = problems[0] if problems else f"no checkpoint of round {round_number}"
         logger.warning("%s: continuing from the base with fresh moments", problem)
