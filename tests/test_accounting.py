@@ -313,6 +313,17 @@ def test_no_value_sent_before_a_restart_within_a_phase_is_pending_on_a_base_that
             np.testing.assert_allclose(pending[values != 0], 0, atol=1e-5)
 
 
+def test_a_repaired_base_does_not_include_what_was_sent_before_a_restart() -> None:
+    work = OwnWork("me", LAYOUT, codecs("none"), memory_scratch, 1)
+    work.trainer = SyntheticTrainer(LAYOUT, np.zeros(LAYOUT.size, np.float32), (), TOKENS_PER_STEP, 1.0, 0)
+    work.sent_update_lost = True
+    wrong, right, newest = (Base(commit, 4, np.zeros(LAYOUT.size, np.float32), "", None) for commit in ("at", "at", "after"))
+    work.rebase(wrong, right, keep_pending=True, rolled_back=False)
+    assert work.sent_update_lost, "a base after the round may include it"
+    work.rebase(right, newest, keep_pending=False, rolled_back=False)
+    assert not work.sent_update_lost
+
+
 def test_what_was_trained_since_a_restart_is_not_taken_for_a_push_of_before() -> None:
     account = Account(0, (0,), "none")
     account.train(3)

@@ -12,13 +12,15 @@ import pytest
 from exchange_round import codecs
 
 from spes_p2p.config.campaign import CodecConfig
+from spes_p2p.messages.consensus import Commit
 from spes_p2p.observe.events import BaseRestored
+from spes_p2p.peer.replica import Replica
 from spes_p2p.rounds.accounting import Ledger
 from spes_p2p.rounds.base import BASE, load_base
 from spes_p2p.rounds.codecs import group_codecs
 from spes_p2p.rounds.outer import base_size
 from spes_p2p.rounds.parts import part_ranges
-from spes_p2p.rounds.results import KEPT_ROUNDS
+from spes_p2p.rounds.results import KEPT_ROUNDS, Results
 from spes_p2p.storage.tensor_file import Source, read_tensors, whole
 from spes_p2p.testing.memory_store import MemoryStore
 from spes_p2p.testing.simulate.swarm import LAYOUT, RecordingTrainer, VirtualSwarm, campaign, simulate
@@ -241,6 +243,30 @@ def test_who_left_within_a_phase_and_is_back_continues_it_unless_others_have_its
         assert bool(replica.ledger.announced.tokens) == (not is_decided)
         await swarm.until_round(8)
         swarm.assert_replicas_agree()
+
+    simulate(main)
+
+
+def test_rounds_that_are_applied_again_say_nothing_of_the_update_that_was_sent_after_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    complete = Replica.complete_results
+
+    async def all_but_the_last(replica: Replica, commit: Commit) -> Results | None:
+        is_there = replica.node.peer_id != "B" or commit.round < 2
+        return await complete(replica, commit) if is_there else None
+
+    async def main() -> None:
+        swarm, _ = in_memory_swarm(1.0)
+        await swarm.until(lambda: swarm.round_of("B") == 2)
+        await swarm.peers["B"].replica.store.durable()
+        monkeypatch.setattr(Replica, "complete_results", all_but_the_last)
+        swarm.restart("B")
+        replica = swarm.peers["B"].replica
+        while replica.trainer is None:
+            await asyncio.sleep(0.001)
+        assert replica.base.round == 1
+        assert replica.work.sent_update_lost
 
     simulate(main)
 

@@ -92,7 +92,8 @@ class OwnWork:
 
         A rollback drops all pending work.
         """
-        sent_is_lost, self.sent_update_lost = self.sent_update_lost, False
+        is_repair, sent_is_lost = old.commit == new.commit, self.sent_update_lost
+        self.sent_update_lost &= is_repair
         if rolled_back:
             self.residuals.clear()
         if self.trainer is None:
@@ -100,7 +101,6 @@ class OwnWork:
         if rolled_back:
             dropped = self.ledger.discard_pending(self.trainer, new.values)
         else:
-            is_repair = old.commit == new.commit
             dropped = self.ledger.rebase(self.trainer, old.values, new.values, keep_pending, is_repair, sent_is_lost)
         self.take_assignment(new)
         return dropped

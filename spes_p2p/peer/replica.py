@@ -158,7 +158,7 @@ class Replica:
             if results is None:
                 return
             await self._apply(commit, results)
-        self.work.sent_update_lost = True
+            self.work.sent_update_lost = True
 
     def announce(self) -> None:
         """Take all pending work as the update of the next round."""
