@@ -287,6 +287,27 @@ def test_who_is_killed_in_a_phase_after_its_round_was_decided_sends_what_the_che
     simulate(main)
 
 
+def test_who_leaves_after_a_restart_gives_back_the_samples_of_the_phase_before_it() -> None:
+    async def main() -> None:
+        swarm = await swarm_in_round_4(10.0, {})
+        await asyncio.sleep(35)
+        phase = swarm.peers["B"].replica.base.assignment("B")
+        assert phase is not None
+        swarm.restart("B")
+        await swarm.until(lambda: swarm.peers["B"].phases.lock.locked())
+        assert swarm.peers["B"].replica.base.round == 4
+        swarm.peers["B"].leave()
+        await swarm.until(swarm.tasks["B"].done)
+        del swarm.peers["B"]
+        await swarm.until_round(8)
+        later = Counter(
+            sample for name in "AC" for number, each in swarm.samples[name].items() if number > 5 for sample in samples(each)
+        )
+        assert all(later[sample] == 1 for sample in samples(list(phase.slices)))
+
+    simulate(main)
+
+
 def test_a_phase_that_a_checkpoint_has_in_part_is_in_the_next_one_as_soon_as_its_round_is_applied() -> None:
     """The base goes on then, and the checkpoint is of the last one."""
 

@@ -159,6 +159,7 @@ class PhaseRunner:
         assignment = before.assignment(self.node.peer_id)
         if self.replica.overlaps and commit == before.commit != self.replica.base.commit and assignment is not None:
             _, left = split_samples(assignment.slices, done * self.node.campaign.config.training.batch_size)
+            self._samples.begin(commit, assignment.slices)
             self._samples.trained(left)
 
     def must_stop(self, round_under_way: asyncio.Future[None] | None = None) -> bool:
