@@ -22,6 +22,7 @@ from spes_p2p.rounds.claims import LOST_ROUNDS, clamped, demoted, outstanding
 from spes_p2p.rounds.part_table import part_table
 from spes_p2p.rounds.plan import Rules, make_plan
 from spes_p2p.rounds.planned import BANDWIDTH_RATIO, Member, Plan
+from spes_p2p.rounds.reducers import shares
 from spes_p2p.testing.simulate.swarm import EXPERTS, NUM_SAMPLES, VirtualSwarm, campaign, simulate
 
 CAMPAIGN = campaign()
@@ -173,6 +174,12 @@ def test_who_exaggerates_its_bandwidth_reduces_a_bounded_share(peers: int, liars
     most = 4 * liars / (3 + peers) if admission == "friends" else 0.0
     assert theirs <= most + 0.02
     assert owners or theirs >= 0.7 * most
+
+
+def test_shares_follow_from_the_exact_sum_of_all_bandwidths() -> None:
+    """Versions of Python add floats up in different ways, and peers with different shares would plan different reducers."""
+    rates = dict(enumerate([0.1] * 10 + [9.0]))
+    assert shares(2**20, rates) == shares(2**20, dict(reversed(rates.items())))
 
 
 def test_one_loss_does_not_hide_the_others() -> None:

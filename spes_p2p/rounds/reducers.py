@@ -66,9 +66,10 @@ def choose_reducers(parts: Sequence[Part], links: Links) -> tuple[Part, ...]:
 def shares(size: int, rates: dict[int, float]) -> dict[int, float]:
     """Return how many of `size` bytes each may reduce: its share of the rates, or the share of one that claims BANDWIDTH_RATIO.
 
-    Without the bound such a line alone would have time to spare, where those of others are full with their experts.
+    Without the bound such a line alone would have time to spare, where those of others are full with their experts. The sum is
+    exact, because `sum` rounds otherwise from Python 3.12 on.
     """
-    claimed, all_rates = BANDWIDTH_RATIO / (BANDWIDTH_RATIO + len(rates) - 1), sum(rates.values())
+    claimed, all_rates = BANDWIDTH_RATIO / (BANDWIDTH_RATIO + len(rates) - 1), math.fsum(rates.values())
     return {i: size * max(rate / all_rates, claimed) for i, rate in rates.items()}
 
 
@@ -172,8 +173,8 @@ class Links:
 
     def _least_s(self) -> float:
         """Return a lower bound of the busiest link's upload time."""
-        sent = sum(sends_s * self._members[i].bandwidth for i, sends_s in self._sends_s.items())
-        return max(*self._own_s.values(), sent / sum(self._members[i].bandwidth for i in self._sends_s), 0.0)
+        sent = math.fsum(sends_s * self._members[i].bandwidth for i, sends_s in self._sends_s.items())
+        return max(*self._own_s.values(), sent / math.fsum(self._members[i].bandwidth for i in self._sends_s), 0.0)
 
     def _busy_s(self, part: Part, reducer: int) -> float:
         """Return for how long this reducer's link is busy with the part, in each direction in which that adds to its load."""
