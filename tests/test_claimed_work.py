@@ -176,6 +176,14 @@ def test_who_exaggerates_its_bandwidth_reduces_a_bounded_share(peers: int, liars
     assert owners or theirs >= 0.7 * most
 
 
+@pytest.mark.parametrize(("peers", "parts"), [(16, 4), (30, 4), (30, 40)])
+def test_who_exaggerates_reduces_one_part_at_most_where_parts_are_larger_than_shares(peers: int, parts: int) -> None:
+    members = tuple(Member(f"{i:02d}", 1, (), 1.0 if i else 4.0) for i in range(peers))
+    table = part_table(Layout([TensorSpec("embed", (parts, 2**15), "shared")]), members, codecs("int4"))
+    assert len(table) >= parts
+    assert sum(part.reducer == 0 for part in table) <= max(1, len(table) * 4 / (peers + 3))
+
+
 def test_shares_follow_from_the_exact_sum_of_all_bandwidths() -> None:
     """Versions of Python add floats up in different ways, and peers with different shares would plan different reducers."""
     rates = dict(enumerate([0.1] * 10 + [9.0]))

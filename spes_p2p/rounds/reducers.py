@@ -18,7 +18,7 @@ parts are placed: it adds nothing to what members receive, so it can go wherever
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from statistics import median_low
 
@@ -71,6 +71,12 @@ def shares(size: int, rates: dict[int, float]) -> dict[int, float]:
     """
     claimed, all_rates = BANDWIDTH_RATIO / (BANDWIDTH_RATIO + len(rates) - 1), math.fsum(rates.values())
     return {i: size * max(rate / all_rates, claimed) for i, rate in rates.items()}
+
+
+def within(left: Mapping[int, float], size: int) -> list[int]:
+    """Return those whose shares have `size` bytes left or, where none has, the most: a part may be larger than any share."""
+    needed = min(size, max(left.values()))
+    return [i for i, share in left.items() if share >= needed]
 
 
 def extra_copies(part: Part, reducer: int, ends: int) -> int:
@@ -148,8 +154,7 @@ class Links:
 
     def least_busy(self, part: Part) -> int:
         """Return the member whose link is busy for the shortest time if it reduces the part. Of two members none is busier."""
-        is_shared = len(part.contributors) > 1
-        able = [i for i, share in self._shares.items() if not is_shared or share >= part.encoded_bytes] or self._shares
+        able = within(self._shares, part.encoded_bytes) if len(part.contributors) > 1 else self._shares
         return min(able, key=lambda i: (self._busy_s(part, i), self._reduced_s[i], i))
 
     def delegate(self, own: list[Part]) -> dict[int, Part]:
