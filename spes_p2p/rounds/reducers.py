@@ -40,7 +40,7 @@ def possible_reducers(members: tuple[Member, ...], lost: Collection[int] = ()) -
 
 
 def choose_reducers(parts: Sequence[Part], links: Links) -> tuple[Part, ...]:
-    """Return the parts with their reducers. Beside cells, few contributors push all their parts to the same one."""
+    """Return the parts with their reducers. Beside cells, few contributors push to as few as their shares allow."""
     for part in parts:
         links.exchange(part)
     links.wait_for_updates()
@@ -52,7 +52,9 @@ def choose_reducers(parts: Sequence[Part], links: Links) -> tuple[Part, ...]:
     reducer_of: dict[tuple[int, ...], int] = {}
     for part in parts:
         if part.index not in chosen and not part.summing and len(part.contributors) <= len(part.hubs):
-            reducer = reducer_of.setdefault(part.contributors, links.least_busy(part))
+            reducer = reducer_of.get(part.contributors)
+            if reducer is None or not links.has_share(part, reducer):
+                reducer = reducer_of[part.contributors] = links.least_busy(part)
             chosen[part.index] = replace(part, reducer=links.reduce(part, reducer))
     for part in parts:
         if part.index not in chosen:
@@ -151,6 +153,10 @@ class Links:
         self._sends_s[reducer] += self._more_sent_s(part, reducer)
         self._receives_s[reducer] += self._more_received_s(part, reducer)
         self._reduced_s[reducer] += part.encoded_bytes / self._members[reducer].bandwidth
+
+    def has_share(self, part: Part, reducer: int) -> bool:
+        """Return whether the part is within what this reducer may still get of parts to which several contribute."""
+        return len(part.contributors) == 1 or self._shares[reducer] >= part.encoded_bytes
 
     def least_busy(self, part: Part) -> int:
         """Return the member whose link is busy for the shortest time if it reduces the part. Of two members none is busier."""
