@@ -22,6 +22,7 @@ from spes_p2p.rounds.claims import LOST_ROUNDS, clamped, demoted, outstanding
 from spes_p2p.rounds.part_table import part_table
 from spes_p2p.rounds.plan import Rules, make_plan
 from spes_p2p.rounds.planned import BANDWIDTH_RATIO, Member, Plan
+from spes_p2p.rounds.reducers import shares
 from spes_p2p.testing.simulate.swarm import EXPERTS, NUM_SAMPLES, VirtualSwarm, campaign, simulate
 
 CAMPAIGN = campaign()
@@ -173,6 +174,34 @@ def test_who_exaggerates_its_bandwidth_reduces_a_bounded_share(peers: int, liars
     most = 4 * liars / (3 + peers) if admission == "friends" else 0.0
     assert theirs <= most + 0.02
     assert owners or theirs >= 0.7 * most
+
+
+@pytest.mark.parametrize(("peers", "parts"), [(16, 4), (30, 4), (30, 40)])
+def test_who_exaggerates_reduces_one_part_at_most_where_parts_are_larger_than_shares(peers: int, parts: int) -> None:
+    members = tuple(Member(f"{i:02d}", 1, (), 1.0 if i else 4.0) for i in range(peers))
+    table = part_table(Layout([TensorSpec("embed", (parts, 2**15), "shared")]), members, codecs("int4"))
+    assert len(table) >= parts
+    assert sum(part.reducer == 0 for part in table) <= max(1, len(table) * 4 / (peers + 3))
+
+
+@pytest.mark.parametrize("vouched", [6, 9])
+def test_few_owners_beside_cells_do_not_push_all_experts_to_one_that_exaggerates(vouched: int) -> None:
+    members = tuple(
+        Member(f"{i:02d}", 1, (int(i in (vouched - 1, vouched - 2)),) * 8, 1.0 if i else 4.0, lot=bytes([i]),
+               standing="vouched" if i < vouched else "proven")
+        for i in range(vouched + 12)
+    )
+    experts = [TensorSpec(f"experts.{e}.gate_up_proj", (2**12, 2**8), "expert", 0, e) for e in range(8)]
+    parts = part_table(Layout([TensorSpec("embed", (2**20,), "shared"), *experts]), members, codecs("int4"))
+    assert all(part.hubs for part in parts)
+    theirs = sum(part.encoded_bytes for part in parts if part.reducer == 0)
+    assert theirs <= 4 / (vouched + 3) * sum(part.encoded_bytes for part in parts)
+
+
+def test_shares_follow_from_the_exact_sum_of_all_bandwidths() -> None:
+    """Versions of Python add floats up in different ways, and peers with different shares would plan different reducers."""
+    rates = dict(enumerate([0.1] * 10 + [9.0]))
+    assert shares(2**20, rates) == shares(2**20, dict(reversed(rates.items())))
 
 
 def test_one_loss_does_not_hide_the_others() -> None:

@@ -12,7 +12,7 @@ from spes_p2p.rounds.codecs import Codec
 from spes_p2p.rounds.influence import ENOUGH_TO_CLIP
 from spes_p2p.rounds.parts import Part
 from spes_p2p.rounds.planned import Member
-from spes_p2p.rounds.reducers import Links, choose_reducers, shares
+from spes_p2p.rounds.reducers import Links, choose_reducers, shares, within
 from spes_p2p.rounds.traffic import grouped_by_way
 
 HUBS_DELEGATION_RATIO = 1.1
@@ -66,7 +66,7 @@ class Columns:
             own = self._column_of.get(part.contributors[0]) if keeps and len(part.contributors) == 1 else None
             columns: Sequence[int] = range(len(self._cells.columns)) if own is None else (own,)
             if len(part.contributors) > 1:
-                columns = [column for column in columns if left[column] >= part.encoded_bytes] or columns
+                columns = within(left, part.encoded_bytes)
             column = min(columns, key=lambda column: (self._then_s(part, column), column))
             left[column] -= part.encoded_bytes
             root, more_s = self._more_s(part, column)

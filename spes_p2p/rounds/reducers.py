@@ -18,7 +18,7 @@ parts are placed: it adds nothing to what members receive, so it can go wherever
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from statistics import median_low
 
@@ -40,7 +40,7 @@ def possible_reducers(members: tuple[Member, ...], lost: Collection[int] = ()) -
 
 
 def choose_reducers(parts: Sequence[Part], links: Links) -> tuple[Part, ...]:
-    """Return the parts with their reducers. Beside cells, few contributors push all their parts to the same one."""
+    """Return the parts with their reducers. Beside cells, few contributors push to as few as their shares allow."""
     for part in parts:
         links.exchange(part)
     links.wait_for_updates()
@@ -52,7 +52,9 @@ def choose_reducers(parts: Sequence[Part], links: Links) -> tuple[Part, ...]:
     reducer_of: dict[tuple[int, ...], int] = {}
     for part in parts:
         if part.index not in chosen and not part.summing and len(part.contributors) <= len(part.hubs):
-            reducer = reducer_of.setdefault(part.contributors, links.least_busy(part))
+            reducer = reducer_of.get(part.contributors)
+            if reducer is None or not links.has_share(part, reducer):
+                reducer = reducer_of[part.contributors] = links.least_busy(part)
             chosen[part.index] = replace(part, reducer=links.reduce(part, reducer))
     for part in parts:
         if part.index not in chosen:
@@ -66,10 +68,17 @@ def choose_reducers(parts: Sequence[Part], links: Links) -> tuple[Part, ...]:
 def shares(size: int, rates: dict[int, float]) -> dict[int, float]:
     """Return how many of `size` bytes each may reduce: its share of the rates, or the share of one that claims BANDWIDTH_RATIO.
 
-    Without the bound such a line alone would have time to spare, where those of others are full with their experts.
+    Without the bound such a line alone would have time to spare, where those of others are full with their experts. The sum is
+    exact, because `sum` rounds otherwise from Python 3.12 on.
     """
-    claimed, all_rates = BANDWIDTH_RATIO / (BANDWIDTH_RATIO + len(rates) - 1), sum(rates.values())
+    claimed, all_rates = BANDWIDTH_RATIO / (BANDWIDTH_RATIO + len(rates) - 1), math.fsum(rates.values())
     return {i: size * max(rate / all_rates, claimed) for i, rate in rates.items()}
+
+
+def within(left: Mapping[int, float], size: int) -> list[int]:
+    """Return those whose shares have `size` bytes left or, where none has, the most: a part may be larger than any share."""
+    needed = min(size, max(left.values()))
+    return [i for i, share in left.items() if share >= needed]
 
 
 def extra_copies(part: Part, reducer: int, ends: int) -> int:
@@ -145,10 +154,13 @@ class Links:
         self._receives_s[reducer] += self._more_received_s(part, reducer)
         self._reduced_s[reducer] += part.encoded_bytes / self._members[reducer].bandwidth
 
+    def has_share(self, part: Part, reducer: int) -> bool:
+        """Return whether the part is within what this reducer may still get of parts to which several contribute."""
+        return len(part.contributors) == 1 or self._shares[reducer] >= part.encoded_bytes
+
     def least_busy(self, part: Part) -> int:
         """Return the member whose link is busy for the shortest time if it reduces the part. Of two members none is busier."""
-        is_shared = len(part.contributors) > 1
-        able = [i for i, share in self._shares.items() if not is_shared or share >= part.encoded_bytes] or self._shares
+        able = within(self._shares, part.encoded_bytes) if len(part.contributors) > 1 else self._shares
         return min(able, key=lambda i: (self._busy_s(part, i), self._reduced_s[i], i))
 
     def delegate(self, own: list[Part]) -> dict[int, Part]:
@@ -172,8 +184,8 @@ class Links:
 
     def _least_s(self) -> float:
         """Return a lower bound of the busiest link's upload time."""
-        sent = sum(sends_s * self._members[i].bandwidth for i, sends_s in self._sends_s.items())
-        return max(*self._own_s.values(), sent / sum(self._members[i].bandwidth for i in self._sends_s), 0.0)
+        sent = math.fsum(sends_s * self._members[i].bandwidth for i, sends_s in self._sends_s.items())
+        return max(*self._own_s.values(), sent / math.fsum(self._members[i].bandwidth for i in self._sends_s), 0.0)
 
     def _busy_s(self, part: Part, reducer: int) -> float:
         """Return for how long this reducer's link is busy with the part, in each direction in which that adds to its load."""
