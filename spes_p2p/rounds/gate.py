@@ -53,8 +53,8 @@ class Effect:
 
 def mean_effect(effects: Sequence[Effect]) -> Effect:
     """Return the mean of independent effects, at least one."""
-    error = math.sqrt(sum(each.error**2 for each in effects)) / len(effects)
-    return Effect(sum(each.nats for each in effects) / len(effects), error)
+    error = math.sqrt(math.fsum(each.error**2 for each in effects)) / len(effects)
+    return Effect(math.fsum(each.nats for each in effects) / len(effects), error)
 
 
 def effect_of(before: np.ndarray, after: np.ndarray) -> Effect:
