@@ -32,6 +32,7 @@ from spes_p2p.messages.methods import PULL, PUSH
 from spes_p2p.messages.refusals import Code
 from spes_p2p.messages.rounds import Manifest, PullRequest, Pushed, PushHeader, Update
 from spes_p2p.model.layout import Layout, TensorSpec
+from spes_p2p.net.rpc import Stream
 from spes_p2p.net.tasks import end_tasks
 from spes_p2p.net.throughput import UNKNOWN_BYTES_PER_S
 from spes_p2p.peer.own_work import taken
@@ -522,6 +523,28 @@ def test_results_wait_while_updates_are_under_way_to_other_members() -> None:
         assert order == sorted(order, key=lambda method: method != PUSH)
         assert set(order) == {PULL, PUSH}
 
+    simulate(main)
+
+
+def test_nobody_complains_about_others_where_one_member_takes_no_updates(monkeypatch: pytest.MonkeyPatch) -> None:
+    send = Stream.send
+
+    async def held_up(stream: Stream, *body: bytes | memoryview, kind: int = Kind.MESSAGE) -> None:
+        if stream.remote == "D" and kind == Kind.PART:  # as where its window is full
+            await asyncio.Event().wait()
+        await send(stream, *body, kind=kind)
+
+    async def main() -> None:
+        plan, told = make_plan_of([member(peer, 10, SHARED_ONLY, 50.0) for peer in "ABCD"]), set[int]()
+        played = await Round.open(plan, random_updates(plan), timeout_s=40.0)
+
+        async def tell_stalled(reducer: int, revision: int) -> None:
+            told.add(reducer)
+
+        await asyncio.gather(*(played.exchanges[peer].run(tell_stalled) for peer in "ABC"))
+        assert told == {3}
+
+    monkeypatch.setattr(Stream, "send", held_up)
     simulate(main)
 
 
