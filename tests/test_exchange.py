@@ -526,6 +526,27 @@ def test_results_wait_while_updates_are_under_way_to_other_members() -> None:
     simulate(main)
 
 
+def test_results_wait_while_streams_for_updates_to_other_members_are_being_opened() -> None:
+    async def main() -> None:
+        members = [member("A", 10, SHARED_ONLY, 0.0), member("B", 10, SHARED_ONLY, 3.0), member("C", 10, (9, 9, 9, 9), 0.5)]
+        plan, network, order = make_plan_of(members), MemoryNetwork(latency_s=0.01), list[str]()
+        played = await Round.open(plan, random_updates(plan), network=network)
+
+        def note(frame: Frame) -> Frame:
+            if frame.sender == "C" and frame.kind == Kind.PART:
+                order.append(frame.method)
+            return frame
+
+        network.set_bandwidth("C", 1e3, 1e6)
+        network.set_latency("B", "C", 0.2)
+        network.tap = note
+        await played.run()
+        assert order == sorted(order, key=lambda method: method != PUSH)
+        assert set(order) == {PULL, PUSH}
+
+    simulate(main)
+
+
 def test_nobody_complains_about_others_where_one_member_takes_no_updates(monkeypatch: pytest.MonkeyPatch) -> None:
     send = Stream.send
 

@@ -77,8 +77,8 @@ class Transfers:
         """By peer that is asked for results."""
         self._sent_to = {i: asyncio.Event() for i in self._pushes}
         """By receiver; set when it has this peer's own updates, or will not get them."""
-        self._sending = set[int]()
-        """Receivers to which updates are under way."""
+        self._sending = set(self._pushes)
+        """Receivers to which updates are under way, or about to be."""
         self._bytes_to = Counter[int]()
         """By receiver: bytes of updates sent to it."""
         self._news_of_sent = asyncio.Event()
@@ -202,8 +202,6 @@ class Transfers:
         try:
             async with endpoint.stream(name, PUSH) as stream:
                 began = clock()
-                if not self._is_over:
-                    self._sending.add(reducer)
                 await self._send_updates(stream, reducer)
                 await stream.message()
                 is_confirmed = True
