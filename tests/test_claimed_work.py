@@ -21,7 +21,7 @@ from spes_p2p.rounds.accounting import MAX_PENDING_ROUNDS
 from spes_p2p.rounds.claims import LOST_ROUNDS, clamped, demoted, outstanding
 from spes_p2p.rounds.part_table import part_table
 from spes_p2p.rounds.plan import Rules, make_plan
-from spes_p2p.rounds.planned import BANDWIDTH_RATIO, Member, Plan
+from spes_p2p.rounds.planned import BANDWIDTH_RATIO, Member, Place, Plan
 from spes_p2p.rounds.reducers import shares
 from spes_p2p.testing.simulate.swarm import EXPERTS, NUM_SAMPLES, VirtualSwarm, campaign, simulate
 
@@ -152,7 +152,7 @@ def test_who_was_lost_or_disputed_in_the_last_rounds_is_demoted_and_keeps_its_ba
             assert [each.bandwidth for each in members] == [1.0, 1.0]
 
 
-@pytest.mark.parametrize(("peers", "liars"), [(4, 1), (6, 1), (8, 2), (30, 1), (30, 4), (64, 8)])
+@pytest.mark.parametrize(("peers", "liars"), [(4, 1), (6, 1), (8, 2), (30, 1), (30, 4), (33, 1), (64, 1), (64, 8)])
 @pytest.mark.parametrize("owners", [0, 3, 24])
 @pytest.mark.parametrize("admission", ["friends", "open"])
 def test_who_exaggerates_its_bandwidth_reduces_a_bounded_share(peers: int, liars: int, owners: int, admission: str) -> None:
@@ -196,6 +196,15 @@ def test_few_owners_beside_cells_do_not_push_all_experts_to_one_that_exaggerates
     assert all(part.hubs for part in parts)
     theirs = sum(part.encoded_bytes for part in parts if part.reducer == 0)
     assert theirs <= 4 / (vouched + 3) * sum(part.encoded_bytes for part in parts)
+
+
+@pytest.mark.parametrize("first_site", [4, 20])
+def test_who_exaggerates_in_a_small_region_reduces_no_more_than_in_a_large_one(first_site: int) -> None:
+    """Its region's few hubs are in several columns each."""
+    members = tuple(Member(f"{i:02d}", 1, (), 1.0 if i else 4.0, place=Place(int(i >= first_site))) for i in range(24))
+    parts = part_table(Layout([TensorSpec("embed", (2**25,), "shared")]), members, codecs("int4"))
+    assert all(part.hubs for part in parts)
+    assert sum(part.size for part in parts if part.reducer == 0) <= 4 / (24 + 3) * 2**25
 
 
 def test_shares_follow_from_the_exact_sum_of_all_bandwidths() -> None:

@@ -32,6 +32,7 @@ from spes_p2p.messages.methods import PULL, PUSH
 from spes_p2p.messages.refusals import Code
 from spes_p2p.messages.rounds import Manifest, PullRequest, Pushed, PushHeader, Update
 from spes_p2p.model.layout import Layout, TensorSpec
+from spes_p2p.net.rpc import Stream
 from spes_p2p.net.tasks import end_tasks
 from spes_p2p.net.throughput import UNKNOWN_BYTES_PER_S
 from spes_p2p.peer.own_work import taken
@@ -522,6 +523,49 @@ def test_results_wait_while_updates_are_under_way_to_other_members() -> None:
         assert order == sorted(order, key=lambda method: method != PUSH)
         assert set(order) == {PULL, PUSH}
 
+    simulate(main)
+
+
+def test_results_wait_while_streams_for_updates_to_other_members_are_being_opened() -> None:
+    async def main() -> None:
+        members = [member("A", 10, SHARED_ONLY, 0.0), member("B", 10, SHARED_ONLY, 3.0), member("C", 10, (9, 9, 9, 9), 0.5)]
+        plan, network, order = make_plan_of(members), MemoryNetwork(latency_s=0.01), list[str]()
+        played = await Round.open(plan, random_updates(plan), network=network)
+
+        def note(frame: Frame) -> Frame:
+            if frame.sender == "C" and frame.kind == Kind.PART:
+                order.append(frame.method)
+            return frame
+
+        network.set_bandwidth("C", 1e3, 1e6)
+        network.set_latency("B", "C", 0.2)
+        network.tap = note
+        await played.run()
+        assert order == sorted(order, key=lambda method: method != PUSH)
+        assert set(order) == {PULL, PUSH}
+
+    simulate(main)
+
+
+def test_nobody_complains_about_others_where_one_member_takes_no_updates(monkeypatch: pytest.MonkeyPatch) -> None:
+    send = Stream.send
+
+    async def held_up(stream: Stream, *body: bytes | memoryview, kind: int = Kind.MESSAGE) -> None:
+        if stream.remote == "D" and kind == Kind.PART:  # as where its window is full
+            await asyncio.Event().wait()
+        await send(stream, *body, kind=kind)
+
+    async def main() -> None:
+        plan, told = make_plan_of([member(peer, 10, SHARED_ONLY, 50.0) for peer in "ABCD"]), set[int]()
+        played = await Round.open(plan, random_updates(plan), timeout_s=40.0)
+
+        async def tell_stalled(reducer: int, revision: int) -> None:
+            told.add(reducer)
+
+        await asyncio.gather(*(played.exchanges[peer].run(tell_stalled) for peer in "ABC"))
+        assert told == {3}
+
+    monkeypatch.setattr(Stream, "send", held_up)
     simulate(main)
 
 

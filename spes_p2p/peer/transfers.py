@@ -77,12 +77,14 @@ class Transfers:
         """By peer that is asked for results."""
         self._sent_to = {i: asyncio.Event() for i in self._pushes}
         """By receiver; set when it has this peer's own updates, or will not get them."""
-        self._sending = set[int]()
-        """Receivers to which updates are under way."""
+        self._sending = set(self._pushes)
+        """Receivers to which updates are under way, or about to be."""
         self._bytes_to = Counter[int]()
         """By receiver: bytes of updates sent to it."""
         self._news_of_sent = asyncio.Event()
         """Set when one of them has these updates, or will not get them."""
+        self._sent_at = math.inf
+        """Loop time at which this peer last sent an update to anybody, or began."""
         self._pushing: dict[int, list[asyncio.Task[None]]] = {}
         """By receiver."""
         self._signed_at: dict[Stream, float] = {}
@@ -103,6 +105,7 @@ class Transfers:
 
     def begin(self, tell_stalled: TellStalled) -> list[asyncio.Task[None]]:
         """Open all streams; return their tasks."""
+        self._sent_at = asyncio.get_running_loop().time()
         tasks = []
         pulling: list[asyncio.Task[None]] = []
         for i in self.others:
@@ -137,16 +140,21 @@ class Transfers:
         self._pushing.clear()  # failed tasks refer back to this exchange: its files would wait to be collected
 
     async def wait_until_sent_to(self, member: int) -> None:
-        """Wait until this member has what this peer sends it, and nothing is under way to others; results wait no longer."""
+        """Wait until this member has what this peer sends it, and nothing is under way to others; results wait no longer.
+
+        Nor do they wait for others that take nothing for `silence_s`: all members would complain about all reducers.
+        """
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self._sent_to_all_and(member), PUSH_FIRST * self.push_s)
 
     async def _sent_to_all_and(self, member: int) -> None:
         if member in self._sent_to:
             await self._sent_to[member].wait()
-        while self._sending:
+        clock, silence_s = asyncio.get_running_loop().time, self.context.endpoint.silence_s
+        while self._sending and (left_s := self._sent_at + silence_s - clock()) > 0:
             self._news_of_sent.clear()
-            await self._news_of_sent.wait()
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._news_of_sent.wait(), min(left_s, silence_s))
 
     @cached_property
     def push_s(self) -> float:
@@ -194,8 +202,6 @@ class Transfers:
         try:
             async with endpoint.stream(name, PUSH) as stream:
                 began = clock()
-                if not self._is_over:
-                    self._sending.add(reducer)
                 await self._send_updates(stream, reducer)
                 await stream.message()
                 is_confirmed = True
@@ -233,7 +239,8 @@ class Transfers:
         """Send one update or cell's mean, and the signature if it is due; return the updates that are without one."""
         await stream.send(numbered(update.part), weighted(update.tokens), body, kind=Kind.PART)
         self._moved(len(body))
-        unsigned, now = [*unsigned, update], asyncio.get_running_loop().time()
+        self._sent_at = asyncio.get_running_loop().time()
+        unsigned, now = [*unsigned, update], self._sent_at
         waited_s = now - self._signed_at.setdefault(stream, now)
         if len(unsigned) < UPDATES_PER_SIGNATURE and waited_s < SIGN_AFTER * self.context.endpoint.silence_s:
             return unsigned

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from statistics import median_low
 
@@ -28,6 +28,9 @@ class Columns:
         self._rates = {column: min(members[hub].bandwidth for hub in hubs) for column, hubs in enumerate(cells.columns)}
         """By column: the bandwidth of its slowest hub."""
         self._column_of = {hub: column for column, hubs in enumerate(cells.columns) for hub in hubs}
+        self._rate_of = {hub: members[hub].bandwidth for hub in self._column_of}
+        self._left: dict[int, float] = {}
+        """Bytes to which several contribute of which each hub may still become the reducer, if its column takes them."""
         self._sends_s: dict[int, float] = {}
         """Seconds in which each hub sends."""
         self._receives_s: dict[int, float] = {}
@@ -60,7 +63,8 @@ class Columns:
         `keeps`: sole contributors that are hubs reduce their parts.
         """
         self._count_updates(parts)
-        left = shares(sum(part.encoded_bytes for part in parts if len(part.contributors) > 1), self._rates)
+        shared = sum(part.encoded_bytes for part in parts if len(part.contributors) > 1)
+        left, self._left = (shares(shared, rates) for rates in (self._rates, self._rate_of))
         taken: dict[int, tuple[int, int]] = {}
         for part in sorted(parts, key=lambda part: len(part.contributors) == 1):
             own = self._column_of.get(part.contributors[0]) if keeps and len(part.contributors) == 1 else None
@@ -68,8 +72,9 @@ class Columns:
             if len(part.contributors) > 1:
                 columns = within(left, part.encoded_bytes)
             column = min(columns, key=lambda column: (self._then_s(part, column), column))
-            left[column] -= part.encoded_bytes
             root, more_s = self._more_s(part, column)
+            left[column] -= part.encoded_bytes
+            self._left[root] -= part.encoded_bytes
             taken[part.index] = column, root
             for hub, sends_s, receives_s in more_s:
                 self._sends_s[hub] += sends_s
@@ -133,7 +138,10 @@ class Columns:
         """
         hubs, (homes, sums), size = self._cells.columns[column], self._way(part), part.encoded_bytes
         more = (len(hubs) - 1) * size
-        then_s = {hub: self._sends_s[hub] + more / self._members[hub].bandwidth for hub in (hubs[cell] for cell in homes)}
+        able: Iterable[int] = (hubs[cell] for cell in homes)
+        if len(part.contributors) > 1:
+            able = within({hub: self._left[hub] for hub in able}, size)
+        then_s = {hub: self._sends_s[hub] + more / self._members[hub].bandwidth for hub in able}
         root = min(then_s, key=lambda hub: (then_s[hub], hub))
         more_s = [(hub, sent * size, received * size) for hub, sent, received in self._copies(part, column)]
         inputs = len(homes) - 1 if sums else len(part.contributors) - (root in part.contributors)
