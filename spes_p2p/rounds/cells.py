@@ -91,7 +91,7 @@ def _of_strangers(members: Sequence[Member], reducers: Sequence[int]) -> Cells |
         return None
     order = sorted(strangers, key=lambda i: members[i].lot)
     median = statistics.median_high(members[i].bandwidth for i in able)
-    rates = {i: round(math.log2(min(members[i].bandwidth, median))) for i in able}
+    rates = {i: _doublings(min(members[i].bandwidth, median)) for i in able}
     fastest_first = sorted((i for i in order if i in rates), key=lambda i: -rates[i])
     columns = tuple(tuple(fastest_first[start : start + count]) for start in range(0, len(able) - count + 1, count))
     cell_of = {hub: cell for column in columns for cell, hub in enumerate(column)}
@@ -131,4 +131,10 @@ def _regions(members: Sequence[Member], reducers: Sequence[int]) -> Cells | None
 
 
 def _fastest_first(members: Sequence[Member], reducers: Sequence[int]) -> list[int]:
-    return sorted(reducers, key=lambda i: (-round(math.log2(members[i].bandwidth)), i))
+    return sorted(reducers, key=lambda i: (-_doublings(members[i].bandwidth), i))
+
+
+def _doublings(bandwidth: float) -> int:
+    """Return the binary logarithm of a bandwidth above 0, rounded: exactly, since `log2` may differ from machine to machine."""
+    mantissa, exponent = math.frexp(bandwidth)
+    return exponent - (mantissa < math.sqrt(0.5))
