@@ -77,6 +77,8 @@ def main() -> int:
                         help="lines in `whole` receive this many times as fast as they send (default 1)")
     parser.add_argument("--folder", type=Path, default=Path("/dev/shm"), help="where run-dirs are made and removed")
     arguments = parser.parse_args()
+    if not arguments.whole_down > 0:
+        parser.error(f"--whole-down {arguments.whole_down}: must be above 0")
     why = why_unavailable()
     if why is not None and arguments.only != ["whole"]:
         parser.error(why)
