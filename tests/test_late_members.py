@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+from collections.abc import Callable
+from itertools import groupby
+from typing import Any
 
 import pytest
 from open_campaign import ELECTOR
@@ -10,6 +14,7 @@ from open_campaign import ELECTOR
 from spes_p2p.messages.framing import Kind
 from spes_p2p.messages.methods import PUSH, ROUND
 from spes_p2p.model.layout import Layout, TensorSpec
+from spes_p2p.net.interfaces import World
 from spes_p2p.net.throughput import Throughput
 from spes_p2p.peer.courtesy import SLOW_SHARE, Lateness
 from spes_p2p.rounds import parts, traffic
@@ -107,5 +112,35 @@ def test_a_vouched_member_on_a_slow_line_that_it_announces_is_in_each_round(monk
             commit = decided.commit
             assert commit.members.index("X") in commit.heard
         assert not swarm.nodes["A"].lateness.late()
+
+    simulate(main)
+
+
+def on_a_slow_processor(world: World) -> World:
+    """Make each piece of work outside training take a second longer."""
+
+    async def run_blocking(function: Callable[..., Any], *args: Any) -> Any:
+        result = await world.run_blocking(function, *args)
+        if getattr(function, "__name__", "") != "train":
+            await asyncio.sleep(1.0)
+        return result
+
+    return dataclasses.replace(world, run_blocking=run_blocking)
+
+
+@pytest.mark.long
+def test_in_short_rounds_a_late_member_that_a_helper_left_out_takes_part_again_and_again() -> None:
+    """Nobody can be dialled, so the helper reduces and coordinates in each round."""
+
+    async def main() -> None:
+        swarm = VirtualSwarm(campaign(10**6, sync={"min_peers": 3, "silence_s": SILENCE_S}), seconds_per_step=2.0)
+        swarm.around["C"] = on_a_slow_processor
+        swarm.start_bootstrap()
+        for name in "ABC":
+            swarm.start(name, bandwidth=0.0)
+        await swarm.until(lambda: swarm.round_of("A") >= 60, 5000.0)
+        rounds = swarm.recorders["A"].commits().values()
+        is_in = [any(peer == "C" and tokens for peer, tokens, _ in each.contributions) for each in rounds]
+        assert sum(each for each, _ in groupby(is_in)) > 2
 
     simulate(main)

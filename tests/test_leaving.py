@@ -9,6 +9,7 @@ import pytest
 from lost_base import bootstrap_that_knows_more_than_it_has
 
 from spes_p2p.observe.events import RoundFailed
+from spes_p2p.testing.memory_network import MemoryNetwork
 from spes_p2p.testing.simulate.swarm import VirtualSwarm, campaign, samples, simulate
 
 
@@ -124,6 +125,20 @@ def test_after_the_last_trainer_left_the_bootstrap_waits_in_silence_and_the_next
         await swarm.until(lambda: swarm.round_of("B") > left_at + 2)
         assert asyncio.get_running_loop().time() - started < 60
         assert swarm.recorders["B"].of(RoundFailed) == [], "nobody failed: all had left"
+
+    simulate(main)
+
+
+def test_after_the_last_round_trainers_stay_until_the_bootstrap_has_the_base_of_which_it_knows() -> None:
+    async def main() -> None:
+        swarm = VirtualSwarm(campaign(), network=MemoryNetwork(latency_s=0.5))
+        swarm.start_all()
+        await swarm.until(lambda: swarm.nodes["A"].log.round == 4)
+        swarm.network.stop("W")
+        await swarm.until(lambda: all(peer.finished for peer in swarm.peers.values()))
+        swarm.network.resume("W")
+        await swarm.until_finished()
+        assert swarm.round_of("A") == swarm.helper.replica.base.round
 
     simulate(main)
 

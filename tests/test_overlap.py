@@ -308,6 +308,32 @@ def test_who_leaves_after_a_restart_gives_back_the_samples_of_the_phase_before_i
     simulate(main)
 
 
+@pytest.mark.parametrize("killed_after_s", [0.6, 4.5], ids=["before its round is decided", "before it is applied"])
+def test_who_leaves_at_once_after_a_restart_gives_back_all_that_no_round_includes(killed_after_s: float) -> None:
+    """What it announced was trained before the crash, and is in no round: the base's plan does not name these samples."""
+
+    async def main() -> None:
+        swarm = VirtualSwarm(overlapping(400), network=MemoryNetwork(latency_s=0.2))
+        swarm.start_all()
+        await swarm.until_round(3)
+        await asyncio.sleep(killed_after_s)
+        swarm.restart("B")
+        swarm.peers["B"].leave()
+        await swarm.until(swarm.tasks["B"].done)
+        del swarm.peers["B"]
+        await swarm.until_round(12)
+        commits = {each.commit.round: each.commit for each in swarm.nodes["A"].log.since(0)}
+        others = Counter(sample for name in "AC" for each in swarm.samples[name].values() for sample in samples(each))
+        for number, commit in commits.items():
+            if "B" in commit.members:
+                assigned = samples(list(commit.workloads[commit.members.index("B")].slices))
+                later = commits[number + 2]  # a phase is in the round after the next one
+                is_included = "B" in later.members and later.members.index("B") in later.heard
+                assert {others[sample] for sample in assigned} <= {0 if is_included else 1}
+
+    simulate(main)
+
+
 def test_a_phase_that_a_checkpoint_has_in_part_is_in_the_next_one_as_soon_as_its_round_is_applied() -> None:
     """The base goes on then, and the checkpoint is of the last one."""
 

@@ -32,7 +32,6 @@ from spes_p2p.peer.patience import no_exchange
 from spes_p2p.peer.phases import PhaseRunner
 from spes_p2p.peer.replica import Replica
 from spes_p2p.peer.reporter import EventReporter
-from spes_p2p.peer.samples import AssignedSamples
 from spes_p2p.rounds.commit import own_manifests, staged_report
 from spes_p2p.rounds.planned import Plan
 
@@ -53,7 +52,6 @@ class RoundMember:
         node: Node,
         replica: Replica,
         announcer: Announcer,
-        samples: AssignedSamples,
         phases: PhaseRunner,
         coordinators: CoordinatorService,
         judge: Judge,
@@ -61,7 +59,7 @@ class RoundMember:
         leave: LeaveRequest,
     ):
         self._judge = judge
-        self._node, self._replica, self._announcer, self._samples = node, replica, announcer, samples
+        self._node, self._replica, self._announcer = node, replica, announcer
         self._phases, self._coordinators, self._reporter, self._leave = phases, coordinators, reporter, leave
         self._patience = coordinators.patience
         self._refusing: set[str] = set()
@@ -216,13 +214,9 @@ class RoundMember:
             node.spawn(node.decisions.validity.look_for(sorted(electorate - {node.peer_id})))
 
     async def return_work(self) -> None:
-        """Tell the electors that this peer leaves, with the samples of its work that no round includes."""
-        assignment, commit = None, ""
-        if self._replica.has_base:
-            assignment, commit = self._replica.base.assignment(self._node.peer_id), self._replica.base.commit
-        untrained = self._samples.unfinished(commit, assignment.slices if assignment is not None else ())
+        """Tell the others that this peer leaves: they train the samples of its work that no round includes."""
         await self._coordinators.stop()
-        await self._node.departures.leave(untrained)
+        await self._node.departures.leave()
 
     async def _attempt_in_time(self, number: int, coordinator: str, seconds: dict[str, float]) -> str:
         """As `_attempt`, but ends when another coordinator brings the round to a decision, or should get the next attempt.

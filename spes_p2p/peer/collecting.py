@@ -175,6 +175,7 @@ class StagedReports:
                 left_s = None
             elif half_at is None and (self._has_half(decisive) or (now - started > known_s and self._has_half(known))):
                 half_at = now
+                continue  # to wait until the others are late, not longer
             elif (half_at is not None and are_held and now - half_at > self._patience(half_at - started)) or left_s == 0:
                 self._end_wait(is_in_vain=True)
                 self._give_up(names[i] for i in waiting)

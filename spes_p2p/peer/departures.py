@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from itertools import chain
 
 from spes_p2p.consensus import electorate
 from spes_p2p.consensus.output import Identity
@@ -13,7 +14,6 @@ from spes_p2p.messages.codec import pack, unpack
 from spes_p2p.messages.consensus import Decide, Farewell, Leave, Signed
 from spes_p2p.messages.methods import DECIDE, LEAVE
 from spes_p2p.messages.refusals import Code
-from spes_p2p.messages.samples import Interval
 from spes_p2p.net.rpc import RpcEndpoint, Stream
 from spes_p2p.net.unpacking import beside
 from spes_p2p.peer.decisions import Decisions
@@ -43,9 +43,14 @@ class Departures:
         """Answer requests from now on."""
         await self._endpoint.serve(LEAVE, self._on_leave)
 
-    async def leave(self, untrained: tuple[Interval, ...]) -> None:
-        """Tell other peers that this peer leaves, so that its experts and samples are reassigned at once."""
-        await self._tell(Leave(self._decisions.log.last.id, untrained, self._decisions.leave()))
+    async def leave(self) -> None:
+        """Tell other peers that this peer leaves, so that its experts and samples are reassigned at once.
+
+        By the log, which survives a crash: it has the samples of all work that no round includes.
+        """
+        farewell, log = self._decisions.leave(), self._decisions.log
+        work = outstanding(log.recent(log.round), self._endpoint.peer_id, self._rules.config.sync.overlap)
+        await self._tell(Leave(log.last.id, tuple(chain(*work.samples)), farewell))
 
     async def come_back(self) -> None:
         """Tell them that this peer is back. A seat that it gave up stays so until the next round."""

@@ -7,6 +7,7 @@ import contextlib
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
+from spes_p2p.content.bases import newest_bases
 from spes_p2p.peer.evaluation import Evaluation
 from spes_p2p.peer.node import Node
 
@@ -15,6 +16,8 @@ T = TypeVar("T")
 SERVE_RESULTS_S = 20.0
 """Bounds how long a trainer waits, after the last round, for others that still need the round's results."""
 RETRY_S = 1.0
+MAX_ASKED = 16
+"""Ask at most this many others at a time whether they have the last base, helpers first: all trainers ask at the end."""
 
 
 class LeaveRequest:
@@ -61,9 +64,18 @@ async def serve_last_results(
     deadline = loop.time() + SERVE_RESULTS_S
     while loop.time() < deadline and not request.is_made and is_finished():
         await node.refresh_contacts()
-        if evaluation.learn_last_loss() and all(node.contacts[peer].round >= node.log.round for peer in node.others()):
+        if evaluation.learn_last_loss() and await _others_have_last_base(node):
             return
         await request.wait(RETRY_S)
+
+
+async def _others_have_last_base(node: Node) -> bool:
+    """Return whether the others have the last base, as far as they answer. Their contacts say only what they know of."""
+    others, last = node.others(), node.log.round
+    if any(node.contacts[peer].round < last for peer in others):
+        return False
+    asked = sorted(others, key=lambda peer: node.contacts[peer].role != "helper")[:MAX_ASKED]
+    return all(base.round >= last for base in await newest_bases(node.endpoint, asked))
 
 
 async def serve_until_asked_to_leave(

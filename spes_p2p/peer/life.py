@@ -84,7 +84,7 @@ class Peer:
         self.coordinators = CoordinatorService(node, self.replica, self.phases)
         self.reforms = ReformService(node, self.replica.newest)
         self._member = RoundMember(
-            node, self.replica, self.announcer, self._samples, self.phases, self.coordinators,
+            node, self.replica, self.announcer, self.phases, self.coordinators,
             Judge(node, self.replica, self.phases, observer), self._reporter, self._leave,
         )
 

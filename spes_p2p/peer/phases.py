@@ -103,7 +103,6 @@ class PhaseRunner:
         if not self.node.log.has(base.commit, base.round):
             return  # the base is of a branch that was given up
         self._reporter.set_state("training")
-        self._samples.begin(base.commit, assignment.slices)
         phase = self.phase_of(base, assignment)
         steps = max(1, phase.steps - self._given_up_steps)
         done = self.replica.progress[1] if self.replica.progress[0] == base.commit else 0
@@ -159,7 +158,6 @@ class PhaseRunner:
         assignment = before.assignment(self.node.peer_id)
         if self.replica.overlaps and commit == before.commit != self.replica.base.commit and assignment is not None:
             _, left = split_samples(assignment.slices, done * self.node.campaign.config.training.batch_size)
-            self._samples.begin(commit, assignment.slices)
             self._samples.trained(left)
 
     def must_stop(self, round_under_way: asyncio.Future[None] | None = None) -> bool:
