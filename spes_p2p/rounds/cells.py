@@ -30,7 +30,7 @@ LEAST_STRANGERS = 9
 """Fewer exchange with reducers. Three cells of three are the least whose sums tell one that stands out."""
 WORTH_OTHER_CELLS = 1.05
 """As many times the bandwidth is worth another number of cells, which gives all members other neighbours."""
-HALF_DOUBLINGS = (math.sqrt(math.sqrt(0.5)), math.sqrt(math.sqrt(0.125)))
+CLASS_EDGES = (math.sqrt(math.sqrt(0.5)), math.sqrt(math.sqrt(0.125)))
 """2^-1/4 and 2^-3/4: where twice the binary logarithm is rounded up, between 1/2 and 1."""
 LARGEST_REGION = 64
 """Bounds the members of a region that is a cell, and their number."""
@@ -74,7 +74,7 @@ def make_cells(members: Sequence[Member], reducers: Sequence[int]) -> Cells | No
         return None
     fastest_first = _fastest_first(members, reducers)
     root = min(math.isqrt(len(members)), len(reducers))
-    count = _count_of([_half_doublings(members[i].bandwidth) for i in fastest_first], root)
+    count = _count_of([_class_of_line(members[i].bandwidth) for i in fastest_first], root)
     columns = [tuple(fastest_first[start : start + count]) for start in range(0, len(reducers) - count + 1, count)]
     columns = _owners_apart(members, [column if place % 2 else column[::-1] for place, column in enumerate(columns)])
     cell_of = {hub: cell for column in columns for cell, hub in enumerate(column)}
@@ -107,7 +107,7 @@ def _of_strangers(members: Sequence[Member], reducers: Sequence[int]) -> Cells |
         return None
     order = sorted(strangers, key=lambda i: members[i].lot)
     median = statistics.median_high(members[i].bandwidth for i in able)
-    rates = {i: _half_doublings(min(members[i].bandwidth, median)) // 2 for i in able}
+    rates = {i: _class_of_line(min(members[i].bandwidth, median)) // 2 for i in able}
     fastest_first = sorted((i for i in order if i in rates), key=lambda i: -rates[i])
     columns = tuple(tuple(fastest_first[start : start + count]) for start in range(0, len(able) - count + 1, count))
     cell_of = {hub: cell for column in columns for cell, hub in enumerate(column)}
@@ -147,10 +147,13 @@ def _regions(members: Sequence[Member], reducers: Sequence[int]) -> Cells | None
 
 
 def _fastest_first(members: Sequence[Member], reducers: Sequence[int]) -> list[int]:
-    return sorted(reducers, key=lambda i: (-_half_doublings(members[i].bandwidth), i))
+    return sorted(reducers, key=lambda i: (-_class_of_line(members[i].bandwidth), i))
 
 
-def _half_doublings(bandwidth: float) -> int:
-    """Return twice the binary logarithm of a bandwidth above 0, rounded: exactly, since `log2` differs between machines."""
+def _class_of_line(bandwidth: float) -> int:
+    """Return the class of lines alike within a factor of sqrt(2), higher for faster ones.
+
+    It is twice the binary logarithm of the bandwidth, above 0, rounded: exactly, since `log2` differs between machines.
+    """
     mantissa, exponent = math.frexp(bandwidth)
-    return 2 * exponent - sum(mantissa < edge for edge in HALF_DOUBLINGS)
+    return 2 * exponent - sum(mantissa < edge for edge in CLASS_EDGES)
