@@ -211,6 +211,15 @@ def test_the_busiest_line_sends_for_little_longer_than_any_assignment_needs(coun
     assert max(sent_s) <= 1.3 * max(max(own_s), all_s)
 
 
+@pytest.mark.parametrize(("count", "bandwidths"), [(40, (1e6,)), (57, (1e6,)), (40, (1e6, 2e6)), (64, (4e6, 2e6, 1.5e6))])
+def test_columns_use_most_of_all_lines_whatever_the_number_of_members(count: int, bandwidths: tuple[float, ...]) -> None:
+    members = members_of(count, 0, bandwidths)
+    cells = make_cells(members, range(count))
+    assert cells is not None
+    used = sum(len(hubs) * min(members[hub].bandwidth for hub in hubs) for hubs in cells.columns)
+    assert used >= 0.93 * sum(m.bandwidth for m in members)
+
+
 @pytest.mark.parametrize("count", [64, 256])
 def test_a_thin_line_that_results_fill_receives_few_updates(count: int) -> None:
     """None, but for what exceeds the share of faster columns."""

@@ -28,6 +28,10 @@ FLAT_MEMBERS = 32
 """Rounds of up to this many members have no cells but for regions: each member exchanges with each other."""
 LEAST_STRANGERS = 9
 """Fewer exchange with reducers. Three cells of three are the least whose sums tell one that stands out."""
+WORTH_OTHER_CELLS = 1.05
+"""As many times the bandwidth is worth another number of cells, which gives all members other neighbours."""
+CLASS_EDGES = (math.sqrt(math.sqrt(0.5)), math.sqrt(math.sqrt(0.125)))
+"""2^-1/4 and 2^-3/4: where twice the binary logarithm is rounded up, between 1/2 and 1."""
 LARGEST_REGION = 64
 """Bounds the members of a region that is a cell, and their number."""
 
@@ -55,9 +59,9 @@ class Cells:
 def make_cells(members: Sequence[Member], reducers: Sequence[int]) -> Cells | None:
     """Divide a round's members; None if it needs no cells. `reducers`: members that may reduce.
 
-    A column is as fast as its slowest hub, so its hubs have lines alike. Lines count as alike within a factor of two, else each
-    measurement would give members other neighbours. Sole owners of experts are spread over the cells: only hubs of its cell can
-    reduce what a member alone has trained.
+    A column is as fast as its slowest hub, so its hubs have lines alike. Lines count as alike within a factor of sqrt(2), else
+    each measurement would give members other neighbours. Sole owners of experts are spread over the cells: only hubs of its
+    cell can reduce what a member alone has trained.
     """
     if any(member.is_stranger for member in members):
         return _of_strangers(members, reducers)
@@ -66,10 +70,11 @@ def make_cells(members: Sequence[Member], reducers: Sequence[int]) -> Cells | No
         return regions
     if len(members) <= FLAT_MEMBERS:
         return None
-    count = min(math.isqrt(len(members)), len(reducers))
-    if count < 2:
+    if len(reducers) < 2:
         return None
     fastest_first = _fastest_first(members, reducers)
+    root = min(math.isqrt(len(members)), len(reducers))
+    count = _count_of([_class_of_line(members[i].bandwidth) for i in fastest_first], root)
     columns = [tuple(fastest_first[start : start + count]) for start in range(0, len(reducers) - count + 1, count)]
     columns = _owners_apart(members, [column if place % 2 else column[::-1] for place, column in enumerate(columns)])
     cell_of = {hub: cell for column in columns for cell, hub in enumerate(column)}
@@ -78,11 +83,22 @@ def make_cells(members: Sequence[Member], reducers: Sequence[int]) -> Cells | No
     return Cells(tuple(cell_of[i] for i in range(len(members))), tuple(columns))
 
 
+def _count_of(classes: Sequence[int], root: int) -> int:
+    """Return the number of cells: `root`, or one within a quarter of it whose columns use clearly more bandwidth.
+
+    `classes`: of the possible hubs' lines, fastest first. Those that fill no column send their own updates only.
+    """
+    rates = [math.ldexp(math.sqrt(2.0) if half else 1.0, whole) for whole, half in (divmod(each, 2) for each in classes)]
+    used = {count: count * math.fsum(rates[count - 1 :: count]) for count in range(root - root // 4, root + root // 4 + 1)}
+    best = max(used, key=lambda count: (used[count], -abs(count - root), count))
+    return best if used[best] > WORTH_OTHER_CELLS * used[root] else root
+
+
 def _of_strangers(members: Sequence[Member], reducers: Sequence[int]) -> Cells | None:
     """Divide a round's strangers; None if they are few, if too few of them can be hubs, or if strangers reduce.
 
-    Lots draw who meets whom: no identity can be made for a place. Lines above the median count as that: with a claim of its own
-    a class of liars would be a whole column.
+    Lots draw who meets whom: no identity can be made for a place. Lines count as alike within a factor of two, and above the
+    median as that: with a claim of its own a class of liars would be a whole column.
     """
     strangers = [i for i, member in enumerate(members) if member.is_stranger]
     able = [i for i in strangers if members[i].standing == "proven" and members[i].bandwidth > 0 and not members[i].demoted]
@@ -91,7 +107,7 @@ def _of_strangers(members: Sequence[Member], reducers: Sequence[int]) -> Cells |
         return None
     order = sorted(strangers, key=lambda i: members[i].lot)
     median = statistics.median_high(members[i].bandwidth for i in able)
-    rates = {i: _doublings(min(members[i].bandwidth, median)) for i in able}
+    rates = {i: _class_of_line(min(members[i].bandwidth, median)) // 2 for i in able}
     fastest_first = sorted((i for i in order if i in rates), key=lambda i: -rates[i])
     columns = tuple(tuple(fastest_first[start : start + count]) for start in range(0, len(able) - count + 1, count))
     cell_of = {hub: cell for column in columns for cell, hub in enumerate(column)}
@@ -131,10 +147,13 @@ def _regions(members: Sequence[Member], reducers: Sequence[int]) -> Cells | None
 
 
 def _fastest_first(members: Sequence[Member], reducers: Sequence[int]) -> list[int]:
-    return sorted(reducers, key=lambda i: (-_doublings(members[i].bandwidth), i))
+    return sorted(reducers, key=lambda i: (-_class_of_line(members[i].bandwidth), i))
 
 
-def _doublings(bandwidth: float) -> int:
-    """Return the binary logarithm of a bandwidth above 0, rounded: exactly, since `log2` may differ from machine to machine."""
+def _class_of_line(bandwidth: float) -> int:
+    """Return the class of lines alike within a factor of sqrt(2), higher for faster ones.
+
+    It is twice the binary logarithm of the bandwidth, above 0, rounded: exactly, since `log2` differs between machines.
+    """
     mantissa, exponent = math.frexp(bandwidth)
-    return exponent - (mantissa < math.sqrt(0.5))
+    return 2 * exponent - sum(mantissa < edge for edge in CLASS_EDGES)
