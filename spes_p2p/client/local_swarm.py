@@ -24,7 +24,7 @@ from spes_p2p.data.local_files import check_local
 from spes_p2p.errors import UserError
 from spes_p2p.messages.admission import Role
 from spes_p2p.messages.presence import PeerStatus
-from spes_p2p.net import die_with_parent
+from spes_p2p.net.die_with_parent import under_guard
 from spes_p2p.observe.events import Evaluated, RoundCommitted
 from spes_p2p.observe.history import Entry, read_history
 from spes_p2p.observe.plot import plot_loss
@@ -204,7 +204,7 @@ def start_peer(
     (folder / ADDRESS_FILE).unlink(missing_ok=True)
     command = [sys.executable, "-m", *program, *arguments, "--run-dir", str(folder), "--listen", listen]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-    guard = [sys.executable, "-I", "-S", str(die_with_parent.__file__), str(os.getpid())]
+    guard = under_guard()
     with (folder / "log.txt").open("ab") as log:
         return subprocess.Popen([*before, *guard, *command], stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=environment)
 

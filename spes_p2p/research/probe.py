@@ -118,9 +118,8 @@ def drift(updates: Sequence[State]) -> dict[str, float] | None:
 def similarity(state: State, layout: Layout) -> float:
     """Return the mean cosine of two experts' matrices, over all pairs and layers."""
     experts = range(layout.num_experts)
-    layers = sorted({t.spec.layer for t in layout.tensors if t.spec.kind == "expert" and t.spec.layer is not None})
     cosines = []
-    for layer in layers:
+    for layer in layout.expert_layers:
         rows = []
         for expert in experts:
             places = layout.tensors_of_expert_layer(expert, layer)
