@@ -61,7 +61,7 @@ class Summary:
 
 
 async def run_swarm(
-    config_path: Path, peers: int, run_dir: Path, rounds: int | None, on_started: Callable[[], None] = lambda: None
+    config_path: Path, peers: int, run_dir: Path, rounds: int | None, on_started: Callable[[], None]
 ) -> Summary:
     """Run until the campaign is complete, `rounds` are committed, or every trainer has ended. Raises UserError.
 
@@ -150,7 +150,7 @@ def own_peer_id(folder: Path) -> str:
     return RSAIdentity(folder / "identity.key").peer_id
 
 
-async def invited_by(bootstrap: Path, elector: str = "") -> tuple[str, str]:
+async def invited_by(bootstrap: Path, elector: str) -> tuple[str, str]:
     """Return the option that joins with an invitation by the owner, whose bootstrap peer has this run-dir.
 
     `elector`: the peer that may also vote; empty: whoever has the invitation may train.

@@ -36,7 +36,7 @@ Routing = npt.NDArray[np.int64]
 class Judge:
     """Measures bases on held-out text, with one model that owns no expert."""
 
-    def __init__(self, config: CampaignConfig, base: State, held_out: Mapping[str, Reader], device: str = "cpu"):
+    def __init__(self, config: CampaignConfig, base: State, held_out: Mapping[str, Reader], device: str):
         """`held_out`: readers by domain."""
         self._held_out = held_out
         any_reader = next(iter(held_out.values()))
