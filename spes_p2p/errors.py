@@ -106,6 +106,11 @@ class Refused(Exception):
         return refused
 
 
+def first_line(error: Exception) -> str:
+    """Return the first line of a library's error; its type's name if it says nothing."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
 def refusal_line(peer: str, refused: Refused, protocol: int) -> str:
     """Say in one line who refused this program, why, and what to type. `protocol`: the version that this program speaks."""
     needed, line = refused.refusal.protocol, f"refused by {peer}: {refused.detail}"

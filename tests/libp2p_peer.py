@@ -10,15 +10,9 @@ import sys
 from pathlib import Path
 
 import uvloop
+from echo import echo
 
-from spes_p2p.net.interfaces import Channel
 from spes_p2p.net.libp2p import start_libp2p
-
-
-async def echo(channel: Channel) -> None:
-    while (message := await channel.receive()) is not None:
-        await channel.send(bytes(message.body), kind=message.kind)
-    await channel.finish()
 
 
 async def main(identity_file: Path, initial_peers: list[str]) -> None:

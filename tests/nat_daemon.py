@@ -8,16 +8,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from echo import echo
+
 from spes_p2p.errors import PeerUnreachable
-from spes_p2p.net.interfaces import Channel
 from spes_p2p.net.libp2p import Libp2p, start_libp2p
 from spes_p2p.net.transport import visible_addresses
-
-
-async def echo(channel: Channel) -> None:
-    while (message := await channel.receive()) is not None:
-        await channel.send(bytes(message.body), kind=message.kind)
-    await channel.finish()
 
 
 async def answer(net: Libp2p, order: dict[str, Any]) -> dict[str, Any]:

@@ -22,7 +22,7 @@ import psutil
 import yaml
 
 from spes_p2p.cli import main
-from spes_p2p.net import die_with_parent
+from spes_p2p.net.die_with_parent import under_guard
 from spes_p2p.observe.events import Evaluated, RoundCommitted
 from spes_p2p.observe.history import read_history
 
@@ -208,7 +208,7 @@ class LocalPeers:
         """
         run_dir, log = self.folder / name, self.folder / f"{name}.log"
         log_start = log.stat().st_size if log.exists() else 0
-        guard = [sys.executable, "-I", "-S", str(die_with_parent.__file__), str(os.getpid())]
+        guard = under_guard()
         python = ["nice", "-n", str(self.niceness), *guard, sys.executable]
         command = [*before, *python, *program, *arguments, *(("--run-dir", str(run_dir)) if run_dir_option else ())]
         with log.open("ab") as output:

@@ -12,7 +12,8 @@ from hypothesis.extra import numpy as hnp
 
 from spes_p2p.config.campaign import CodecConfig
 from spes_p2p.model.layout import Layout, TensorSpec
-from spes_p2p.rounds.blockwise import BLOCK, LARGEST
+from spes_p2p.rounds.blockwise import BLOCK
+from spes_p2p.rounds.chunked import LARGEST
 from spes_p2p.rounds.codecs import CODECS, group_codecs
 from spes_p2p.rounds.parts import Part
 from spes_p2p.rounds.planned import Member

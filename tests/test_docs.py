@@ -85,7 +85,8 @@ def test_rows_of_tables_end_on_their_line(page: Path) -> None:
     assert [line for line in text.splitlines() if line.startswith("|") and not line.rstrip().endswith("|")] == []
 
 
-def test_the_protocol_page_is_what_the_code_says() -> None:
+def test_the_protocol_page_is_what_the_code_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "tools")
     tool = runpy.run_path(str(ROOT / "tools/protocol_reference"))
     assert (ROOT / "docs/protocol.md").read_text() == tool["page"](), "run: python tools/protocol_reference"
 

@@ -37,7 +37,7 @@ from spes_p2p.net.tasks import end_tasks
 from spes_p2p.net.throughput import UNKNOWN_BYTES_PER_S
 from spes_p2p.peer.own_work import taken
 from spes_p2p.peer.part_frames import INDEX_BYTES, WEIGHT_BYTES
-from spes_p2p.peer.reducer import STRANGERS_SHARE
+from spes_p2p.peer.push_patience import STRANGERS_SHARE
 from spes_p2p.peer.serving import MAX_BARE
 from spes_p2p.peer.transfers import IN_FLIGHT_S, WINDOW_BYTES
 from spes_p2p.rounds.blockwise import Blockwise

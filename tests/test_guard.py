@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from functools import reduce
 from typing import Any
 
 import pytest
@@ -19,9 +20,13 @@ from spes_p2p.observe.events import Controlled, Evaluated
 from spes_p2p.peer.guard import advice
 from spes_p2p.peer.node import Node
 from spes_p2p.rounds.archive import Archive, archived_rounds
-from spes_p2p.rounds.runaway import Course, HeldOut, course_of
+from spes_p2p.rounds.runaway import Course, HeldOut
 from spes_p2p.testing.simulate.swarm import VirtualSwarm, campaign, simulate
 from spes_p2p.testing.simulated_identity import SimulatedIdentity
+
+
+def course_of(evaluations: Iterable[HeldOut]) -> Course:
+    return reduce(Course.after, evaluations, Course())
 
 
 @pytest.mark.parametrize(

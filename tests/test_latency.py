@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from echo import echo
 
 from spes_p2p.messages.framing import Message
 from spes_p2p.net.interfaces import Channel
@@ -13,12 +14,6 @@ from spes_p2p.testing.memory_network import MemoryNetwork
 from spes_p2p.testing.virtual_loop import run_virtual
 
 LATENCY_S, FRAMES = 0.5, 100
-
-
-async def echo(channel: Channel) -> None:
-    while (message := await channel.receive()) is not None:
-        await channel.send(bytes(message.body), kind=message.kind)
-    await channel.finish()
 
 
 async def connected() -> Channel:

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 import pytest
 import uvloop
+from echo import echo
 from hivemind.dht.routing import get_dht_time
 from network_swarm import COMMAND_TIMEOUT_S
 
@@ -59,12 +60,6 @@ class Swarm:
         peer = await start_libp2p(self._directory / name, listen, initial_peers=initial_peers)
         self._stack.push_async_callback(peer.close)
         return peer
-
-
-async def echo(channel: Channel) -> None:
-    while (message := await channel.receive()) is not None:
-        await channel.send(bytes(message.body), kind=message.kind)
-    await channel.finish()
 
 
 async def ask(guest: Libp2p, peer: str, question: bytes) -> bytes | bytearray | None:

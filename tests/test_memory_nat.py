@@ -10,9 +10,9 @@ from collections.abc import Coroutine
 from typing import Any
 
 import pytest
+from echo import echo
 
 from spes_p2p.errors import PeerUnreachable
-from spes_p2p.net.interfaces import Channel
 from spes_p2p.testing import memory_nat
 from spes_p2p.testing.memory_channels import MemoryChannel
 from spes_p2p.testing.memory_lines import MSS_BYTES
@@ -28,12 +28,6 @@ SEEN_BY = ("relay", "seer-0", "seer-1", "seer-2")
 
 def now() -> float:
     return asyncio.get_running_loop().time()
-
-
-async def echo(channel: Channel) -> None:
-    while (message := await channel.receive()) is not None:
-        await channel.send(bytes(message.body), kind=message.kind)
-    await channel.finish()
 
 
 async def network_of(kinds: str, relays: tuple[str, ...] = (RELAY,), seen_by: int = OBSERVERS, **options: Any) -> MemoryNetwork:

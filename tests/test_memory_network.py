@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 import pytest
+from echo import echo
 
 from spes_p2p.errors import PeerUnreachable, Refused
 from spes_p2p.messages.framing import MAX_FRAME_BYTES, Message
@@ -19,12 +20,6 @@ from spes_p2p.testing.virtual_loop import DeadlockError, run_virtual
 
 def now() -> float:
     return asyncio.get_running_loop().time()
-
-
-async def echo(channel: Channel) -> None:
-    while (message := await channel.receive()) is not None:
-        await channel.send(bytes(message.body), kind=message.kind)
-    await channel.finish()
 
 
 async def silent(channel: Channel) -> None:

@@ -394,6 +394,7 @@ def test_a_wrong_number_of_peers_costs_one_line() -> None:
 
 @pytest.mark.long
 def test_the_tables_in_the_docs_are_current(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "tools")
     monkeypatch.setattr(sys, "argv", ["memory_table", "--check"])
     assert runpy.run_path(str(ROOT / "tools/memory_table"))["main"]() == 0
 

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import shutil
 import subprocess
-import sys
 import urllib.parse
 import urllib.request
 from collections.abc import Iterator
@@ -20,7 +18,7 @@ import yaml
 from monitoring_files import ALERTS, BOOTSTRAP, alert_rules, dashboard_queries
 from network_swarm import COMMAND_TIMEOUT_S, START_TIMEOUT_S, LocalPeers, free_port, wait_until, write_variant
 
-from spes_p2p.net import die_with_parent
+from spes_p2p.net.die_with_parent import under_guard
 
 pytestmark = [
     pytest.mark.slow,
@@ -91,7 +89,7 @@ def prometheus(swarm: LocalPeers, tmp_path_factory: pytest.TempPathFactory) -> I
     (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
     shutil.copy(ALERTS, folder)
     port, log = free_port(), folder / "log.txt"
-    guard = [sys.executable, "-I", "-S", str(die_with_parent.__file__), str(os.getpid())]
+    guard = under_guard()
     command = [
         str(shutil.which("prometheus")), f"--config.file={folder / 'prometheus.yml'}", f"--storage.tsdb.path={folder / 'data'}",
         f"--web.listen-address=127.0.0.1:{port}",

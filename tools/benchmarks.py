@@ -14,10 +14,8 @@ On a CPU, seconds are CPU time of this process, so that a busy machine disturbs 
 
 from __future__ import annotations
 
-import argparse
 import gc
 import importlib.util
-import json
 import statistics
 import sys
 import time
@@ -29,6 +27,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from bench_json import parser_of, tell
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
@@ -58,9 +57,8 @@ Report = dict[str, Any]
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("what", choices=("experts", "memory", "step"))
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there too")
     parser.add_argument("--rounds", type=int, default=9, help="measured rounds, at least 5 (default 9)")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="default cpu, one thread")
     parser.add_argument("--shape", choices=sorted(SHAPES), default="small", help="experts: sizes of the layer (default small)")
@@ -93,11 +91,7 @@ def main() -> int:
     except UserError as error:
         parser.error(str(error))
     report["environment"] = environment(arguments.device)
-    text = json.dumps(report, indent=2)
-    print(text)
-    if arguments.json is not None:
-        arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        arguments.json.write_text(text + "\n")
+    tell(report, arguments.json)
     return 0
 
 

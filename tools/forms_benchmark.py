@@ -10,9 +10,7 @@ next in a sample. Speed: a step of the setup that the planner chooses for the ca
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
-import json
 import statistics
 import sys
 from collections.abc import Callable
@@ -21,6 +19,7 @@ from typing import Any
 
 import benchmarks
 import torch
+from bench_json import parser_of, tell
 from torch import nn
 
 from spes_p2p.campaign.room import Device, find_room
@@ -59,8 +58,7 @@ USUAL = ("plain", "compiled", "masked", "masked_compiled")
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there too")
+    parser = parser_of(__doc__)
     parser.add_argument("--rounds", type=int, default=5, help="measured steps of each form, at least 5 (default 5)")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--config", type=Path, metavar="FILE", help="a campaign's model instead of the built-in one")
@@ -85,10 +83,7 @@ def main() -> int:
         }
     except UserError as error:
         parser.error(str(error))
-    text = json.dumps({**report, "environment": benchmarks.environment(arguments.device)}, indent=2)
-    print(text)
-    if arguments.json is not None:
-        arguments.json.write_text(text + "\n")
+    tell({**report, "environment": benchmarks.environment(arguments.device)}, arguments.json)
     return 0
 
 

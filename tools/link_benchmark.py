@@ -33,6 +33,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from bench_json import parser_of, tell
 from round_benchmark import Process, command_of, end_all, end_on_signals
 from round_contenders import EXPERTS, Report, our_campaign, our_layout, tensor_sizes
 
@@ -54,8 +55,7 @@ DEMOTIONS = ("lost", "disputed")
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there too")
+    parser = parser_of(__doc__)
     parser.add_argument("--only", nargs="+", choices=CASES, default=CASES, help="default: all")
     parser.add_argument("--rounds", type=int, default=6, help="measured rounds of each contender (default 6)")
     parser.add_argument("--codec", default="int8", help="codec of shared weights and experts (default int8)")
@@ -95,10 +95,7 @@ def main() -> int:
         report["predicted"] = predicted_case(arguments)
     if "whole" in arguments.only:
         report["whole"] = whole_case(arguments)
-    text = json.dumps(report, indent=2)
-    print(text)
-    if arguments.json is not None:
-        arguments.json.write_text(text + "\n")
+    tell(report, arguments.json)
     return 0
 
 

@@ -18,8 +18,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
+from benchmarks import RandomText
 
 from spes_p2p.config.campaign import CampaignConfig, parse_campaign_config
 from spes_p2p.messages.samples import Interval
@@ -43,21 +43,6 @@ def main() -> None:
     print(json.dumps(costs(campaign(arguments.millions), arguments.phase, arguments.rounds), indent=2))
 
 
-class RandomText:
-    """Random tokens: no cost depends on what they say."""
-
-    num_samples = 10_000
-
-    def __init__(self, vocabulary: int):
-        self._vocabulary = vocabulary
-
-    def read(self, interval: Interval) -> np.ndarray:
-        return np.random.default_rng(interval.start).integers(self._vocabulary, size=(len(interval), LENGTH))
-
-    def read_spread(self, count: int) -> np.ndarray:
-        return self.read(Interval(0, 0, count))
-
-
 def campaign(millions: float) -> CampaignConfig:
     """Return a campaign whose experts have four fifths of the model: 100 million parameters at hidden size 512."""
     hidden = 128 * max(1, round(4 * math.sqrt(millions / 100)))
@@ -77,7 +62,7 @@ def campaign(millions: float) -> CampaignConfig:
 
 def costs(config: CampaignConfig, phase: int, rounds: int) -> dict[str, Any]:
     """Return processor seconds, bytes and shares (module docstring)."""
-    base, text = initial_state(config.model), RandomText(config.model.vocab_size)
+    base, text = initial_state(config.model), RandomText(config)
     trainer = TorchTrainer(config, base, tuple(range(OWNED)), text, text)
     groups = trainer.layout.groups
 

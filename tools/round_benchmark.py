@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import signal
 import statistics
 import subprocess
@@ -28,7 +27,7 @@ from typing import IO, Any
 import psutil
 from round_contenders import EXPERTS, MEMBERS, Report, our_campaign, our_layout, tensor_sizes
 
-from spes_p2p.net import die_with_parent
+from spes_p2p.net.die_with_parent import under_guard
 
 MIXED = "ternary+sparse64"
 CODECS: dict[str, Any] = {
@@ -87,7 +86,7 @@ def end_on_signals() -> None:
 
 def command_of(program: Path) -> list[str]:
     """Return the command of a process that Ctrl-C does not reach and that the kernel kills when this one dies."""
-    guard = [sys.executable, "-I", "-S", str(die_with_parent.__file__), str(os.getpid())]
+    guard = under_guard()
     return [*guard, sys.executable, str(program)]
 
 

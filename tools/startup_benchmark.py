@@ -8,8 +8,6 @@ read after `--rounds` rounds.
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import platform
 import resource
@@ -26,9 +24,10 @@ from typing import Any
 
 import psutil
 import yaml
+from bench_json import parser_of, tell
 from round_benchmark import end_on_signals
 
-from spes_p2p.net import die_with_parent
+from spes_p2p.net.die_with_parent import under_guard
 
 ROOT = Path(__file__).resolve().parents[1]
 NOBODY = "/ip4/127.0.0.1/tcp/9/p2p/QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
@@ -41,15 +40,14 @@ sys.argv = ["spes-p2p", *arguments]
 from spes_p2p.cli import main
 main()
 """
-GUARD = [sys.executable, "-I", "-S", str(die_with_parent.__file__), str(os.getpid()), sys.executable]
+GUARD = [*under_guard(), sys.executable]
 COMMAND = [*GUARD, "-m", "spes_p2p"]
 LIMIT_S = 300.0
 MEGABYTE = 1e6
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, nargs="?", metavar="FILE", help="write the numbers there too")
+    parser = parser_of(__doc__)
     parser.add_argument("--repeat", type=int, default=5, help="measured runs of each command (default 5)")
     parser.add_argument("--rounds", type=int, default=5, help="rounds before memory is read (default 5)")
     arguments = parser.parse_args()
@@ -58,10 +56,7 @@ def main() -> int:
     end_on_signals()
     with tempfile.TemporaryDirectory(prefix="bench-startup-") as folder:
         report = measure(Path(folder), arguments.repeat, arguments.rounds)
-    text = json.dumps(report, indent=2)
-    print(text)
-    if arguments.json is not None:
-        arguments.json.write_text(text + "\n")
+    tell(report, arguments.json)
     return 0
 
 

@@ -28,6 +28,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import psutil
+from benchmarks import RandomText
 from reducer_benchmark import CONTRIBUTORS, reduce_parts
 
 from spes_p2p.campaign.genesis import make_genesis, save_base_0
@@ -42,7 +43,6 @@ from spes_p2p.messages.codec import pack
 from spes_p2p.messages.consensus import Ballot, CertifiedCommit, Commit, Signed
 from spes_p2p.messages.methods import PROTOCOL_VERSION
 from spes_p2p.messages.rounds import Announcement, Manifest, Proposal
-from spes_p2p.messages.samples import Interval
 from spes_p2p.model.build import layout_of
 from spes_p2p.model.layout import Layout
 from spes_p2p.model.memory import Setup, device_bytes
@@ -155,21 +155,6 @@ def why_not(config: CampaignConfig, folder: Path, base: str) -> str:
 def _file_system(folder: Path) -> str:
     mounts = [m for m in psutil.disk_partitions(all=True) if folder.resolve().is_relative_to(m.mountpoint)]
     return max(mounts, key=lambda mount: len(mount.mountpoint)).fstype if mounts else ""
-
-
-class Text:
-    """Random ids."""
-
-    num_samples = 10**6
-
-    def __init__(self, vocabulary: int):
-        self._vocabulary = vocabulary
-
-    def read(self, interval: Interval) -> np.ndarray:
-        return np.random.default_rng(interval.start).integers(self._vocabulary, size=(len(interval), SEQUENCE))
-
-    def read_spread(self, count: int) -> np.ndarray:
-        return self.read(Interval(0, 0, count))
 
 
 class Meter:
@@ -288,7 +273,7 @@ class OnePeer:
     ):
         self.campaign, self.layout, self.genesis, self.folder = campaign, layout, genesis, folder
         self._base, self._checkpoint_every_s = base, checkpoint_every_s
-        self.rules = Rules(campaign.config, campaign.hash, Text.num_samples)
+        self.rules = Rules(campaign.config, campaign.hash, RandomText.num_samples)
         self.replica: Replica
         self.world: World
         self._codes: dict[tuple[str, int], bytes] = {}
@@ -317,7 +302,7 @@ class OnePeer:
     def _trainer(self, base: np.ndarray, owned: tuple[int, ...]) -> TorchTrainer:
         config = self.campaign.config
         return TorchTrainer(
-            config, base, owned, Text(config.model.vocab_size), options=TrainingOptions(stored="int8", backend="eager")
+            config, base, owned, RandomText(config), options=TrainingOptions(stored="int8", backend="eager")
         )
 
     def work_bytes(self) -> int:

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import statistics
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
+from bench_json import parser_of, tell
 from round_contenders import our_campaign, our_layout
 
 from spes_p2p.observe.events import BaseRestored, RoundCommitted, RoundFailed
@@ -30,20 +29,16 @@ LIMIT_S = 20_000.0
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--trainers", type=int, default=8, help="before the storm (default 8)")
     parser.add_argument("--joiners", type=int, default=100, help="default 100")
     parser.add_argument("--megabytes", type=float, default=8.0, help="fp32 state (default 8)")
     parser.add_argument("--mbit", type=float, default=8.0, help="bandwidth of each line, each way (default 8)")
     parser.add_argument("--phase", type=float, default=40.0, help="seconds per phase (default 40)")
     parser.add_argument("--codec", default="int8", help="codec of shared weights and experts (default int8)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there too")
     arguments = parser.parse_args()
     found = run_virtual(storm(arguments))
-    text = json.dumps({**vars(arguments), **found, "json": None}, indent=2)
-    print(text)
-    if arguments.json is not None:
-        arguments.json.write_text(text + "\n")
+    tell({**vars(arguments), **found, "json": None}, arguments.json)
 
 
 async def storm(arguments: argparse.Namespace) -> dict[str, Any]:

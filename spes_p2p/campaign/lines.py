@@ -94,7 +94,7 @@ def seconds_of_a_step(config: CampaignConfig, choice: Choice, tokens_per_second:
 
 
 def paces(
-    config: CampaignConfig, owned: int, peers: int, step_s: float, lines: Sequence[float] = LINES_BITS,
+    config: CampaignConfig, owned: int, peers: int, step_s: float, lines: Sequence[float],
     longest: int | None = None,
 ) -> tuple[Pace, ...]:
     """Return the rule's choice for each line, in bits per second. `longest`: the longest phase, in steps; default: any.

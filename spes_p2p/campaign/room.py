@@ -155,7 +155,7 @@ def _compared(config: CampaignConfig, device: Device, asked: Asked) -> Iterator[
             yield {**asked, "sharded": True, "micro_batch": size}
 
 
-def _roomiest(config: CampaignConfig, device: Device, asked: Asked, owned: int | None = None) -> Choice | None:
+def _roomiest(config: CampaignConfig, device: Device, asked: Asked, owned: int | None) -> Choice | None:
     """Return the fastest setup of those with most experts, or with `owned`; None if none fits."""
     def lacks_memory(number: int) -> bool:
         least = smallest(config, device, number, asked)

@@ -16,7 +16,7 @@ from spes_p2p.campaign.start_files import GENERATION_CONFIG, START_FILES, TOKENI
 from spes_p2p.config.model import CONFIG_JSON, NUM_EXPERTS, ModelSection, TransformersModel
 from spes_p2p.config.problems import validated
 from spes_p2p.data.tokenizers import END_OF_TEXT, load_tokenizer
-from spes_p2p.errors import UserError
+from spes_p2p.errors import UserError, first_line
 from spes_p2p.model.build import initial_state
 from spes_p2p.model.checkpoint import Checkpoint, check_complete, checkpoint_state
 from spes_p2p.model.families import check_family
@@ -93,8 +93,7 @@ def locate(checkpoint: str, home: Path) -> Path:
         with library_bars():
             return Path(snapshot_download(hub["name"], revision=hub["revision"], allow_patterns=HUB_FILES))
     except Exception as error:  # errors of the Hub's client, of HTTP, and of the disk
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise UserError(f"{checkpoint}: no such folder, and not available from the Hub ({reason})") from None
+        raise UserError(f"{checkpoint}: no such folder, and not available from the Hub ({first_line(error)})") from None
 
 
 def cached(checkpoint: str) -> Path | None:

@@ -75,8 +75,7 @@ def evaluate(
     from spes_p2p.client import evaluate as evaluation
     from spes_p2p.client.task_names import check_names, parse_tasks
 
-    if [model_dir is None, not addresses, run_dir is None].count(False) != 1:
-        raise UserError("evaluate: give a checkpoint folder, --from with an address of the swarm, or --run-dir of a peer")
+    _require_one_source("evaluate", model_dir, addresses, run_dir)
     if output is not None:
         require_place(output, "--output")
     evaluation.check_options(limit, device, batch_size, dtype)
@@ -87,7 +86,7 @@ def evaluate(
         origin = {}
         downloaded = Path(folder) / "checkpoint"
         if model_dir is None:
-            made = _download_base(addresses or [], Path(folder)) if run_dir is None else _stored_base(run_dir)
+            made = _base_of(addresses, run_dir, Path(folder))
             made.write(downloaded, dtype or "fp32")  # type: ignore[arg-type]
             origin = {"model": made.files.campaign.config.name, "round": made.origin.round, "digest": made.origin.digest}
         results = {**evaluation.evaluate(model_dir or downloaded, shots, include_path, limit, device, batch, dtype), **origin}
@@ -119,8 +118,7 @@ def generate(
     from spes_p2p.client.evaluate import check_checkpoint, check_device, check_dtype
     from spes_p2p.client.model_card import exported_round
 
-    if [model_dir is None, not addresses, run_dir is None].count(False) != 1:
-        raise UserError("generate: give a checkpoint folder, --from with an address of the swarm, or --run-dir of a peer")
+    _require_one_source("generate", model_dir, addresses, run_dir)
     if follow and not addresses:
         raise UserError("generate: --follow needs --from with an address of the swarm")
     if max_new_tokens < 1:
@@ -137,7 +135,7 @@ def generate(
     with tempfile.TemporaryDirectory(prefix="spes-generate-") as folder:
         name, base_round = str(model_dir), exported_round(model_dir) if model_dir is not None else None
         if model_dir is None:
-            made = _download_base(addresses or [], Path(folder)) if run_dir is None else _stored_base(run_dir)
+            made = _base_of(addresses, run_dir, Path(folder))
             name, base_round, model_dir = made.files.campaign.config.name, made.origin.round, Path(folder) / "checkpoint"
             made.write(model_dir, written)
             del made  # the base, which is as large as the model
@@ -162,8 +160,8 @@ def generate(
                 if (found := newer()) is not None:
                     base_round, model = found
                     print(f"{name}, base of round {base_round}", file=sys.stderr)
-                if prompts and not as_json:
-                    print(prompt, end="")
+                if prompts:
+                    show(prompt)
                 try:
                     text = model.write(prompt, max_new_tokens, temperature, show)
                 except UserError as error:
@@ -178,6 +176,12 @@ def generate(
         write_whole(output, document.encode())
     if as_json:
         print(document)
+
+
+def _require_one_source(command: str, model_dir: Path | None, addresses: list[str] | None, run_dir: Path | None) -> None:
+    """Raise UserError unless exactly one of the places of a model is given."""
+    if [model_dir is None, not addresses, run_dir is None].count(False) != 1:
+        raise UserError(f"{command}: give a checkpoint folder, --from with an address of the swarm, or --run-dir of a peer")
 
 
 def _typed_lines() -> Iterator[str]:
@@ -199,7 +203,10 @@ def _download_base(addresses: list[str], folder: Path) -> Exportable:
     return made
 
 
-def _stored_base(run_dir: Path) -> Exportable:
+def _base_of(addresses: list[str] | None, run_dir: Path | None, folder: Path) -> Exportable:
+    """Return the last base of a run-dir or, without one, the newest of the swarm, in a temporary file of `folder`."""
+    if run_dir is None:
+        return _download_base(addresses or [], folder)
     with waiting("starting"):
         from spes_p2p.client.export import from_run_dir
 

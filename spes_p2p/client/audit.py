@@ -44,7 +44,7 @@ class PeerAudits:
         return self.gets_work and self.audits[-1].audit.passed
 
 
-async def fetch_audits(addresses: Sequence[str], peer: str, spare: Sequence[str] = ()) -> PeerAudits:
+async def fetch_audits(addresses: Sequence[str], peer: str, spare: Sequence[str]) -> PeerAudits:
     """Ask the swarm. Raises UserError where no audit of the peer is known.
 
     `spare`: addresses for when nobody listens at the others.

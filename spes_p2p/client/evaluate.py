@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 from spes_p2p.client.loading import DTYPES, load_model, load_tokenizer
 from spes_p2p.client.task_names import unknown_task
-from spes_p2p.errors import UserError
+from spes_p2p.errors import UserError, first_line
 from spes_p2p.observe.json_values import to_json
 from spes_p2p.observe.library_bars import library_bars
 from spes_p2p.storage.files import write_whole
@@ -242,7 +242,7 @@ def _load_tasks(manager: Any, tasks: Mapping[str, int | None]) -> list[Any]:
         try:
             found = manager.load([task])
         except Exception as error:
-            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            reason = first_line(error)
             raise UserError(f"task '{task}' cannot be loaded: {reason}; check its YAML file, data and network") from None
         for leaf in found["tasks"].values():
             if seen.setdefault(leaf.task_name, task) != task:

@@ -24,7 +24,7 @@ from spes_p2p.consensus.control import is_rollback, runs
 from spes_p2p.consensus.reform import is_reform
 from spes_p2p.content.bases import collect_offers, download
 from spes_p2p.content.fetcher import VISITORS_PATIENCE_S, Fetcher
-from spes_p2p.errors import PeerUnreachable, UserError
+from spes_p2p.errors import PeerUnreachable, UserError, first_line
 from spes_p2p.messages.consensus import Commit
 from spes_p2p.messages.presence import RoundRecord
 from spes_p2p.observe.events import Event
@@ -177,6 +177,6 @@ def push_to_hub(folder: Path, repo: str, private: bool) -> str:
     except HFValidationError:
         raise UserError(f"--push-to '{repo}': not a repository name; give OWNER/NAME") from None
     except (HfHubHTTPError, OSError, ValueError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        reason = first_line(error)
         raise UserError(f"--push-to '{repo}': {reason}; the checkpoint is in {folder}; log in with `hf auth login`") from None
     return f"{api.endpoint}/{repo}"

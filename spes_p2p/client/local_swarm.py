@@ -24,7 +24,7 @@ from spes_p2p.data.local_files import check_local
 from spes_p2p.errors import UserError
 from spes_p2p.messages.admission import Role
 from spes_p2p.messages.presence import PeerStatus
-from spes_p2p.net import die_with_parent
+from spes_p2p.net.die_with_parent import under_guard
 from spes_p2p.observe.events import Evaluated, RoundCommitted
 from spes_p2p.observe.history import Entry, read_history
 from spes_p2p.observe.plot import plot_loss
@@ -61,7 +61,7 @@ class Summary:
 
 
 async def run_swarm(
-    config_path: Path, peers: int, run_dir: Path, rounds: int | None, on_started: Callable[[], None] = lambda: None
+    config_path: Path, peers: int, run_dir: Path, rounds: int | None, on_started: Callable[[], None]
 ) -> Summary:
     """Run until the campaign is complete, `rounds` are committed, or every trainer has ended. Raises UserError.
 
@@ -150,7 +150,7 @@ def own_peer_id(folder: Path) -> str:
     return RSAIdentity(folder / "identity.key").peer_id
 
 
-async def invited_by(bootstrap: Path, elector: str = "") -> tuple[str, str]:
+async def invited_by(bootstrap: Path, elector: str) -> tuple[str, str]:
     """Return the option that joins with an invitation by the owner, whose bootstrap peer has this run-dir.
 
     `elector`: the peer that may also vote; empty: whoever has the invitation may train.
@@ -204,7 +204,7 @@ def start_peer(
     (folder / ADDRESS_FILE).unlink(missing_ok=True)
     command = [sys.executable, "-m", *program, *arguments, "--run-dir", str(folder), "--listen", listen]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-    guard = [sys.executable, "-I", "-S", str(die_with_parent.__file__), str(os.getpid())]
+    guard = under_guard()
     with (folder / "log.txt").open("ab") as log:
         return subprocess.Popen([*before, *guard, *command], stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=environment)
 

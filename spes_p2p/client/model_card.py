@@ -113,7 +113,7 @@ def facts(origin: Origin) -> dict[str, Any]:
     return document
 
 
-def model_card(origin: Origin, dtype: ExportDtype = "fp32") -> str:
+def model_card(origin: Origin, dtype: ExportDtype) -> str:
     """Return Markdown with the front matter that the Hub reads."""
     config = origin.campaign.config
     name = config.name

@@ -38,7 +38,7 @@ class GivenOrder:
     """What of it is never in effect, in words; "" for nothing."""
 
 
-async def give_order(addresses: Sequence[str], key: Path, make: MakeControl, spare: Sequence[str] = ()) -> GivenOrder:
+async def give_order(addresses: Sequence[str], key: Path, make: MakeControl, spare: Sequence[str]) -> GivenOrder:
     """Sign the record that `make` returns and send it to every peer. Raises UserError.
 
     `spare`: addresses for when nobody listens at the others.

@@ -20,6 +20,7 @@ from spes_p2p.messages.presence import PeerStatus, Probation
 from spes_p2p.net.rpc import RpcEndpoint
 from spes_p2p.net.unpacking import unpack_page
 from spes_p2p.peer.milestones import fetch_milestone
+from spes_p2p.rounds.ownership import owners_of
 from spes_p2p.rounds.schedule import last_round
 
 
@@ -131,8 +132,7 @@ def _verdict(auditor: str, audited: Audited) -> Verdict:
 
 
 def _as_committed(status: PeerStatus, commit: Commit, campaign: Campaign) -> PeerStatus:
-    training, total_rounds = last_round(commit, campaign.config)
-    owners = tuple(tuple(commit.members[i] for i in owners) for owners in commit.owners)
+    (training, total_rounds), owners = last_round(commit, campaign.config), owners_of(commit)
     return replace(
         status,
         total_rounds=total_rounds,

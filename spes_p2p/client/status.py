@@ -17,7 +17,7 @@ SHOWN_WITH = ("spes_p2p.client.alerts", "spes_p2p.observe.table", "rich.console"
 """Modules that show a swarm."""
 
 
-async def fetch_statuses(addresses: Sequence[str], spare: Sequence[str] = ()) -> list[PeerStatus]:
+async def fetch_statuses(addresses: Sequence[str], spare: Sequence[str]) -> list[PeerStatus]:
     """Return the status of every peer that answers. Raises UserError if no address leads to a campaign.
 
     `spare`: addresses for when nobody listens at the others.
@@ -27,7 +27,7 @@ async def fetch_statuses(addresses: Sequence[str], spare: Sequence[str] = ()) ->
 
 
 async def watch_status(
-    addresses: Sequence[str], as_json: bool, on_reached: Callable[[], None], spare: Sequence[str] = ()
+    addresses: Sequence[str], as_json: bool, on_reached: Callable[[], None], spare: Sequence[str]
 ) -> None:
     """Show the swarm until its campaign is done: a live table on a terminal, otherwise one line (`as_json`: of JSON) per round.
 

@@ -121,6 +121,11 @@ class Layout:
         hidden_size, intermediate_size = next(t.spec.shape for t in self.tensors if t.spec.name.endswith(".0.down_proj"))
         return hidden_size, intermediate_size
 
+    @cached_property
+    def expert_layers(self) -> list[int]:
+        """The layers that have experts, ascending."""
+        return sorted({t.spec.layer for t in self.tensors if t.spec.kind == "expert" and t.spec.layer is not None})
+
     def group(self, name: str) -> Group:
         """Return the group of that name. Raises KeyError."""
         return self._groups_by_name[name]

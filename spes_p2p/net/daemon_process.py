@@ -11,7 +11,6 @@ import os
 import re
 import secrets
 import socket
-import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from pathlib import Path
 
 from spes_p2p.config.addresses import host_and_port, is_loopback
 from spes_p2p.errors import NobodyAnswers
-from spes_p2p.net import die_with_parent
+from spes_p2p.net.die_with_parent import under_guard
 from spes_p2p.net.tasks import end_tasks
 
 SOCKET_DIRECTORY = Path("/tmp")  # control sockets need short paths
@@ -57,11 +56,6 @@ async def start_visitor(initial_peers: Sequence[str]) -> StartedDaemon:
         env={"GOLOG_LOG_LEVEL": "ERROR", **os.environ, "GOLOG_LOG_FMT": "json"},
     )
     return StartedDaemon(process, control)
-
-
-def under_guard() -> list[str]:
-    """Return what precedes a command that ends with this process."""
-    return [sys.executable, "-I", "-S", str(die_with_parent.__file__), str(os.getpid())]
 
 
 def _program() -> Path:

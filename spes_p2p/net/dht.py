@@ -60,7 +60,7 @@ class DHTRegistry:
     campaign, takes it.
     """
 
-    def __init__(self, node: DHTNode, records: OwnedRecords, keepers: tuple[str, ...] = ()):
+    def __init__(self, node: DHTNode, records: OwnedRecords, keepers: tuple[str, ...]):
         self.node = node
         self.keepers = keepers
         self.is_known: Callable[[str], bool] = lambda peer: False
@@ -220,7 +220,7 @@ async def join_dht(
     initial_peers: Sequence[str],
     timeout_s: float,
     *,
-    client_mode: bool = False,
+    client_mode: bool,
 ) -> tuple[DHTNode, DHTRegistry]:
     """A node of the DHT that the initial peers are in; `client_mode`: it only asks. Raises UserError."""
     records = OwnedRecords(identity)

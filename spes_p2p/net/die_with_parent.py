@@ -21,6 +21,11 @@ def die_with(parent: int) -> None:
         sys.exit("the parent is gone")
 
 
+def under_guard() -> list[str]:
+    """Return what precedes a command that ends with this process."""
+    return [sys.executable, "-I", "-S", __file__, str(os.getpid())]
+
+
 def main(parent: int, command: list[str]) -> None:
     """Replaces this process."""
     die_with(parent)

@@ -31,9 +31,9 @@ from spes_p2p.net.daemon_process import (
     is_any_listening,
     nobody_answers,
     remove_stale_sockets,
-    under_guard,
 )
 from spes_p2p.net.dht_guard import MAX_REQUEST_BYTES, DHTGuard
+from spes_p2p.net.die_with_parent import under_guard
 
 logger = logging.getLogger(__name__)
 

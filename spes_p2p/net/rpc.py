@@ -127,7 +127,7 @@ class Stream:
         received = await self.receive_view(kind)
         return None if received is None else bytes(received)
 
-    async def receive_view(self, kind: Kind = Kind.MESSAGE) -> memoryview | None:
+    async def receive_view(self, kind: Kind) -> memoryview | None:
         """As `receive`, without copying: for large messages."""
         received = await self.receive_any()
         if received is None or (received.kind == Kind.END and kind in SEQUENCES):

@@ -29,7 +29,7 @@ async def unpack_beside(cls: type[Record], data: Buffer, is_known: bool = True) 
     return await beside(len(data), unpack, cls, data, is_known=is_known)
 
 
-async def unpack_page(cls: type[Record], data: bytes, is_known: bool = True) -> Record:
+async def unpack_page(cls: type[Record], data: bytes, is_known: bool) -> Record:
     """As `unpack_beside`, of a compressed page, which is no longer than an uncompressed one may be."""
     longest = MAX_FRAME_BYTES if is_known else PAGE
     return await beside(LARGE_BYTES, lambda: unpack(cls, expanded(data, longest=longest)), is_known=is_known)

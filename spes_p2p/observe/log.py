@@ -71,7 +71,7 @@ class StderrHandler(logging.Handler):
             self.handleError(record)
 
 
-def setup_logging(level: str = "info", as_json: bool = False) -> None:
+def setup_logging(level: str, as_json: bool = False) -> None:
     """Log to stderr: this project's messages from `level` up, libraries' warnings and errors. Idempotent.
 
     Raises UserError for an unknown level.

@@ -262,7 +262,7 @@ def slow_lines(peers: Sequence[PeerStatus], before: Collection[str] = ()) -> tup
     )
 
 
-def holds_rounds_up(upload: float, median_upload: float, round_seconds: Mapping[str, float], did_before: bool = False) -> bool:
+def holds_rounds_up(upload: float, median_upload: float, round_seconds: Mapping[str, float], did_before: bool) -> bool:
     """Whether a line is much slower than the median, in bytes per second (0: unknown), where rounds take time worth saving."""
     eased, train_s = STILL_SLOW if did_before else 1.0, round_seconds.get("train", 0.0)
     return 0 < eased * SLOW_LINE * upload < median_upload and sync_seconds(round_seconds) > eased * WAITING_SHARE * train_s

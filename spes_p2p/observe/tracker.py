@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from spes_p2p.errors import UserError
+from spes_p2p.errors import UserError, first_line
 from spes_p2p.observe import events
 from spes_p2p.observe.events import Event, RoundCommitted, seconds_by_stage
 
@@ -37,7 +37,7 @@ class Tracker:
         try:
             self._run: Run | None = module.init(project=project, name=name, config=dict(config))
         except Exception as error:
-            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            reason = first_line(error)
             raise UserError(f"--tracker {library}: cannot start a run ({reason}); fix that, or omit --tracker") from None
         self._round = 0
         self._failures = 0

@@ -63,7 +63,8 @@ from spes_p2p.storage.interfaces import Draft
 from spes_p2p.storage.tensor_file import read_tensors, tensor_chunks
 from spes_p2p.training.batches import split_samples
 from spes_p2p.training.interface import Phase
-from spes_p2p.training.moments import PENDING, are_plausible, load_moments, moments_chunks, most_bytes, read_moments
+from spes_p2p.training.moments import are_plausible, load_moments, moments_chunks, most_bytes, read_moments
+from spes_p2p.training.pending import PENDING
 
 logger = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence, Set
 
 from spes_p2p.consensus.electorate import taking_turns
 from spes_p2p.consensus.signed import read_signed
@@ -49,21 +49,28 @@ class StagedReports:
         self._context = context
         self._wait: Wait | None = None
         """For strangers only."""
-        self._known: dict[Stream, int] = {}
+        self._revision_of: dict[Stream, int] = {}
         """The revision that each member with a plan knows."""
+        self._names = [member.peer for member in results.plan.members]
+        self._known = trusted(results.plan.members)
+        self._known_s = math.inf
+        """KNOWN_PATIENCE times what the lines of these need for the exchange."""
+        self._began = self._looked_at = -math.inf
+        self._half_at: float | None = None
+        """Loop time at which half of the members had reported, or got their time anew; None before that."""
 
     async def begin(self, stream: Stream) -> None:
         """Send this member, which has the plan, every revision from now on."""
-        self._known[stream] = 0
+        self._revision_of[stream] = 0
         await self._send_revisions()
 
     def end(self, stream: Stream) -> None:
         """Note that this member's stream has ended."""
-        self._known.pop(stream, None)
+        self._revision_of.pop(stream, None)
 
     async def take(self, index: int, report: Report) -> None:
         """Take a member's report. One that precedes a revision is dropped: another follows. Raises Refused, WireError."""
-        if report.staged.peer != self.results.plan.members[index].peer:
+        if report.staged.peer != self._names[index]:
             raise Refused(Code.NOT_ALLOWED, "the report of another peer")
         staged = await beside(len(report.staged.record), read_signed, Staged, report.staged, self._identity)
         check_staged(staged, self.results)
@@ -86,7 +93,7 @@ class StagedReports:
 
     def complain(self, index: int, stalled: Stalled) -> None:
         """Take a member's complaint about a reducer. Raises WireError for one that is no member."""
-        if stalled.reducer >= len(self.results.plan.members):
+        if stalled.reducer >= len(self._names):
             raise WireError("a complaint about another peer")
         if (stalled.plan, stalled.revision) == (self.results.plan.id, self.results.revision):
             since = self._complaints.setdefault(stalled.reducer, {})
@@ -122,67 +129,95 @@ class StagedReports:
         return self._wait.left_s()
 
     async def _collect(self) -> None:
-        loop = asyncio.get_running_loop()
-        started = loop.time()
-        parts, members = self.results.parts, self.results.plan.members
-        limit_s: float = await self._run_blocking(exchange_limit_s, parts, members)
-        known = trusted(members)
-        known_s: float = KNOWN_PATIENCE * await self._run_blocking(exchange_s, parts, members, known)
-        deadline = started + 2 * limit_s
-        names = [member.peer for member in members]
-        half_at: float | None = None
-        looked_at, lateness = started, self._context.node.lateness
-        alive, changed = self._members.alive, self._members.changed
+        loop, changed, members = asyncio.get_running_loop(), self._members.changed, self.results.plan.members
+        began = self._began = self._looked_at = loop.time()
+        limit_s: float = await self._run_blocking(exchange_limit_s, self.results.parts, members)
+        self._known_s = KNOWN_PATIENCE * await self._run_blocking(exchange_s, self.results.parts, members, self._known)
+        deadline = began + 2 * limit_s
         while (now := loop.time()) < deadline:
             changed.clear()
             stalled = self._stalled_reducers(now)
             for reducer in stalled:
                 self._drop(reducer)
-            waiting = [i for i, peer in enumerate(names) if i not in self.staged and peer in alive]
-            are_held = len(known) == len(names) or len(self.staged.keys() & known) >= min(HOLDERS, len(known))
-            due = max(2 * half_at - started, started + known_s) if half_at is not None and are_held else math.inf
-            lateness.add((names[i] for i in known.intersection(waiting)), now - max(due, looked_at))
-            due_s = due - now if due > now else PING_EVERY_S
-            looked_at, late = now, [names[i] for i in known.intersection(waiting) if now >= due and names[i] in lateness.late()]
-            decisive: Collection[int] = known | {part.reducer for part in self.results.parts}
-            if len(decisive) < HOLDERS:
-                decisive = range(len(names))
-            left_s = self._left_for(waiting, decisive, now - started)
-            living = {i for i, peer in enumerate(names) if peer in alive}
-            lost = lost_reducers(self.results, self.staged, living, not waiting)
-            lost = tuple(sorted({*lost, *stalled}))
+            living, decisive = self._living(), self._decisive()
+            waiting = living - self.staged.keys()
+            due = self._due()
+            late, due_s = self._late(waiting, due, now), due - now if due > now else PING_EVERY_S
+            left_s = self._left_for(waiting, decisive, now - began)
+            lost = {*lost_reducers(self.results, self.staged, living, not waiting), *stalled}
             if lost:
-                self._revise(lost)
+                self._revise(tuple(sorted(lost)))
                 self._end_wait(is_in_vain=False)
-                half_at = left_s = None
+                self._half_at = left_s = None
                 await self._send_revisions()
             elif not waiting:
-                unclear = [
-                    i for i in disagreeing(self.results, self.staged)
-                    if names[i] in alive and i not in self._asked and i in decisive
-                ]
+                unclear = self._unclear(decisive)
                 if not unclear:
                     unserved = await self._run_blocking(unserved_reducers, self.results, dict(self.staged), living)
                     if not unserved:
                         return
-                    for reducer in unserved & {i for i, peer in enumerate(names) if peer in alive}:
+                    for reducer in unserved & self._living():
                         self._drop(reducer)
                     continue
-                await self._ask_in_full([names[i] for i in unclear])
-                half_at = now  # they get the same time once more
+                await self._ask_in_full(unclear)
+                self._half_at = now  # they get the same time once more
             elif late:
                 self._give_up(late)
                 left_s = None
-            elif half_at is None and (self._has_half(decisive) or (now - started > known_s and self._has_half(known))):
-                half_at = now
+            elif self._half_at is None and (
+                self._has_half(decisive) or (now - began > self._known_s and self._has_half(self._known))
+            ):
+                self._half_at = now
                 continue  # to wait until the others are late, not longer
-            elif (half_at is not None and are_held and now - half_at > self._patience(half_at - started)) or left_s == 0:
+            elif self._is_half_too_late(now) or left_s == 0:
                 self._end_wait(is_in_vain=True)
-                self._give_up(names[i] for i in waiting)
+                self._give_up(waiting)
                 left_s = None
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(changed.wait(), min(PING_EVERY_S, left_s or PING_EVERY_S, due_s, deadline - now))
-            await asyncio.sleep(LOOK_S * len(names))
+            await asyncio.sleep(LOOK_S * len(members))
+
+    def _living(self) -> set[int]:
+        """Return the members whose streams are open."""
+        return {i for i, peer in enumerate(self._names) if peer in self._members.alive}
+
+    def _decisive(self) -> Collection[int]:
+        """Return the members without whose reports no round goes on: all but strangers that reduce nothing."""
+        decisive = self._known | {part.reducer for part in self.results.parts}
+        return range(len(self._names)) if len(decisive) < HOLDERS else decisive
+
+    def _are_held(self) -> bool:
+        """Return whether enough of the members that are no strangers hold the parts."""
+        needed = min(HOLDERS, len(self._known))
+        return len(self._known) == len(self._names) or len(self.staged.keys() & self._known) >= needed
+
+    def _due(self) -> float:
+        """Return the loop time from which members that are no strangers are late; infinite while half are missing."""
+        if self._half_at is None or not self._are_held():
+            return math.inf
+        return max(2 * self._half_at - self._began, self._began + self._known_s)
+
+    def _late(self, waiting: Set[int], due: float, now: float) -> list[int]:
+        """Return the late ones that have held up this peer too often."""
+        lateness, known = self._context.node.lateness, self._known & waiting
+        lateness.add((self._names[i] for i in known), now - max(due, self._looked_at))
+        self._looked_at = now
+        late = lateness.late() if known and now >= due else ()
+        return [i for i in known if self._names[i] in late]
+
+    def _is_half_too_late(self, now: float) -> bool:
+        """Return whether the slower half of the members has had its time."""
+        if self._half_at is None or not self._are_held():
+            return False
+        return now - self._half_at > self._patience(self._half_at - self._began)
+
+    def _unclear(self, decisive: Collection[int]) -> list[int]:
+        """Return the members to ask for their reports in full."""
+        asked, alive = self._asked, self._members.alive
+        return [
+            i for i in disagreeing(self.results, self.staged)
+            if self._names[i] in alive and i not in asked and i in decisive
+        ]
 
     def _has_half(self, members: Collection[int]) -> bool:
         return 2 * len(self.staged.keys() & set(members)) >= len(members)
@@ -195,8 +230,7 @@ class StagedReports:
         they are old. In a round with cells, its neighbours count in place of the members. Of several reducers, those come first
         that wait for nobody themselves. Who has reported complains no more.
         """
-        known = trusted(self.results.plan.members)
-        names, alive = [member.peer for member in self.results.plan.members], self._members.alive
+        known, names, alive = self._known, self._names, self._members.alive
         stalled = []
         for reducer, since in self._complaints.items():
             its = [part for part in self.results.parts if part.reducer == reducer]
@@ -213,7 +247,7 @@ class StagedReports:
 
     def _drop(self, reducer: int) -> None:
         """Take a stalled reducer for lost, for the rest of this round too: its parts go to others, and the commit names it."""
-        peer = self.results.plan.members[reducer].peer
+        peer = self._names[reducer]
         logger.warning("round %d: %s lives and does not go on; others take its parts", self._round, peer[-6:])
         self._stalled.add(peer)
         self.staged.pop(reducer, None)
@@ -223,19 +257,17 @@ class StagedReports:
 
     async def _send_revisions(self) -> None:
         record = pack(Revision(self.results.plan.id, self.results.lost))
-        behind = [stream for stream, revision in self._known.items() if revision < self.results.revision]
+        behind = [stream for stream, revision in self._revision_of.items() if revision < self.results.revision]
         for stream in behind:
-            self._known[stream] = self.results.revision
+            self._revision_of[stream] = self.results.revision
         await asyncio.gather(*(stream.send(record, kind=Kind.REVISION) for stream in behind), return_exceptions=True)
 
-    async def _ask_in_full(self, peers: Sequence[str]) -> None:
+    async def _ask_in_full(self, members: Sequence[int]) -> None:
         """Ask members whose manifests differ from the coordinator's which they hold, so that the rest of their parts counts."""
-        for peer in peers:
-            index = self.results.plan.index(peer)
-            if index is not None:
-                self._asked.add(index)
-                self.staged.pop(index)
-        streams = [self._members.alive[peer] for peer in peers]
+        for index in members:
+            self._asked.add(index)
+            self.staged.pop(index)
+        streams = [self._members.alive[self._names[index]] for index in members]
         await asyncio.gather(*(stream.send(kind=Kind.IN_FULL) for stream in streams), return_exceptions=True)
 
     def _revise(self, lost: tuple[int, ...]) -> None:
@@ -243,16 +275,16 @@ class StagedReports:
         self.results.revise(lost)
         self._complaints.clear()
         self._asked.clear()
-        gone = {i for i, member in enumerate(self.results.plan.members) if member.peer not in self._members.alive}
-        self.staged = {i: staged for i, staged in self.staged.items() if i in gone and i not in lost}
+        again = self._living() | set(lost)
+        self.staged = {i: staged for i, staged in self.staged.items() if i not in again}
 
     def _patience(self, half_s: float) -> float:
         """Seconds that the slower half of the members gets: as long as the first half took, and `silence_s`."""
         return self._sync.silence_s + half_s
 
-    def _give_up(self, waiting: Iterable[str]) -> None:
+    def _give_up(self, members: Iterable[int]) -> None:
         """End the streams of members that take too long; they catch up from the commit."""
-        for peer in waiting:
+        for peer in (self._names[i] for i in sorted(members)):
             logger.info("round %d goes on without %s, which takes too long to exchange", self._round, peer[-6:])
             stream = self._members.alive.pop(peer, None)
             if stream is not None:

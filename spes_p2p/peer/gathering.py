@@ -146,6 +146,8 @@ class Gathering:
         self._quorum_at: float | None = None
         self._pinged: dict[str, float] = {}
         """By peer: the loop time of its last ping."""
+        self._pings: dict[tuple[str, bool], asyncio.Task[None]] = {}
+        """By peer, and whether it is told to stop."""
         self._told_to_stop: set[str] = set()
         self._has_told = False
         """Whether the log says that round 0 waits for a vouched trainer."""
@@ -186,15 +188,14 @@ class Gathering:
         all others are there. A phase without assignments, the first of a campaign or a term, goes on for `join_grace_s` after
         its quorum. Raises AttemptFailed when the round is decided elsewhere.
         """
-        pings: dict[tuple[str, bool], asyncio.Task[None]] = {}
         waits = _Waits(self._context)
         try:
-            await self._wait(waits, pings)
+            await self._wait(waits)
         finally:
             waits.end()
-            await end_tasks(pings.values())
+            await end_tasks(self._pings.values())
 
-    async def _wait(self, waits: _Waits, pings: dict[tuple[str, bool], asyncio.Task[None]]) -> None:
+    async def _wait(self, waits: _Waits) -> None:
         context, sync = self._context, self._context.node.rules.config.sync
         while True:
             context.require_open()
@@ -206,34 +207,28 @@ class Gathering:
                 await self._change(early_s)
                 continue
             expected = self._expected()
-            missing = expected.keys() - self.announced.keys()
+            missing, pacing = expected.keys() - self.announced.keys(), self._pacing(expected).keys()
             context.too_late.peers.difference_update(self._dead_peers())
             coming = context.too_late.peers - self.announced.keys() - context.gone().keys()
             quorum_at = self._quorum_of(trainers, expected)
-            if quorum_at is not None:
-                self._quorum_at = quorum_at if self._quorum_at is None else min(self._quorum_at, quorum_at)
+            self._quorum_at = min((at for at in (self._quorum_at, quorum_at) if at is not None), default=None)
             waited_s = now - self._quorum_at if self._quorum_at is not None and trainers else 0.0
-            left_s, to_stop = PING_EVERY_S, set[str]()
-            if expected and waited_s > self._patience():
-                to_stop = missing
-                if missing and waited_s > self._patience() + sync.silence_s:
-                    return
-            if trainers and expected and not missing & self._pacing(expected).keys():
+            is_out_of_patience = bool(expected) and waited_s > self._patience()
+            if is_out_of_patience and missing and waited_s > self._patience() + sync.silence_s:
+                return
+            left_s, to_stop = PING_EVERY_S, missing if is_out_of_patience else set[str]()
+            if trainers and expected and not missing & pacing:
                 left_s = waits.left_s(missing, coming)
                 if not left_s:
                     context.too_late.peers.difference_update(coming)
                     return
                 to_stop = missing if waits.are_last_seconds else to_stop
             elif self._quorum_at is not None and context.strangers.left_s(taking_turns(context.parent)) < sync.silence_s:
-                to_stop = to_stop or missing - self._pacing(expected).keys()
-            if not expected and waited_s >= sync.join_grace_s and quorum_at is not None:
+                to_stop = to_stop or missing - pacing
+            if not expected and quorum_at is not None and waited_s >= sync.join_grace_s:
                 return
-            if missing or coming:
-                are_waiting = self._quorum_at is not None or len(trainers) >= WAITING_SHARE * len(expected)
-                for peer in self._due_for_ping(missing | coming, to_stop, are_waiting, now):
-                    asked = peer, peer in to_stop
-                    if asked not in pings or pings[asked].done():
-                        pings[asked] = asyncio.create_task(self._ping(*asked))
+            are_waiting = self._quorum_at is not None or len(trainers) >= WAITING_SHARE * len(expected)
+            self._ping_all(missing | coming, to_stop, are_waiting, now)
             await self._change(left_s)
 
     async def _change(self, timeout_s: float) -> None:
@@ -301,22 +296,21 @@ class Gathering:
             return 0.0
         return patience_s(self._context.node.straggler_delay, self._quorum_at - self._context.phase_began)
 
-    def _due_for_ping(self, peers: set[str], to_stop: set[str], are_waiting: bool, now: float) -> list[str]:
-        """Return which of these peers to ping now. Those `to_stop` are told at once.
+    def _ping_all(self, peers: set[str], to_stop: set[str], are_waiting: bool, now: float) -> None:
+        """Ping those of these peers that are due. Those `to_stop` are told at once.
 
         While other members wait for them, peers are pinged every PING_EVERY_S. Before that a dead peer delays nobody, so they
         are pinged every `silence_s`.
         """
-        silence_s = self._context.node.endpoint.silence_s
-        gap_s = PING_EVERY_S if are_waiting else silence_s
-        due = []
+        gap_s = PING_EVERY_S if are_waiting else self._context.node.endpoint.silence_s
         for peer in sorted(peers):
             at = self._pinged.get(peer, self._context.phase_began)
-            if now - at >= gap_s or peer in to_stop - self._told_to_stop:
-                self._pinged[peer] = now
-                due.append(peer)
+            if now - at < gap_s and peer not in to_stop - self._told_to_stop:
+                continue
+            self._pinged[peer], asked = now, (peer, peer in to_stop)
+            if asked not in self._pings or self._pings[asked].done():
+                self._pings[asked] = asyncio.create_task(self._ping(*asked))
         self._told_to_stop |= to_stop
-        return due
 
     async def _ping(self, peer: str, stop: bool) -> None:
         """Find out whether a peer is there. One that claims later rounds is not waited for: it proves them, or it lies."""

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import math
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import partial, reduce
 from operator import or_
@@ -24,10 +24,10 @@ from spes_p2p.messages.rounds import Manifest, Pushed, Update
 from spes_p2p.net.rpc import Stream
 from spes_p2p.net.tasks import end_tasks
 from spes_p2p.peer.cell_means import CellMean
-from spes_p2p.peer.courtesy import EARLY_S, KNOWN_PATIENCE, LEAST_S, LEAST_SHARE, Wait
 from spes_p2p.peer.exchange_context import EncodedUpdate, ExchangeContext, SentUpdate, next_batch
 from spes_p2p.peer.kept_inputs import Input, KeptInputs
 from spes_p2p.peer.part_frames import Deadline, read_update
+from spes_p2p.peer.push_patience import PushPatience
 from spes_p2p.peer.serving import Serving
 from spes_p2p.rounds.digest import content_digest
 from spes_p2p.rounds.parts import Part, is_unwatched, mask_bytes, to_mask
@@ -47,22 +47,6 @@ from spes_p2p.rounds.sums import (
 )
 from spes_p2p.rounds.traffic import stall_rates
 from spes_p2p.storage.scratch import scratch_arrays
-
-PUSH_SHARE, HUBS_SHARE = 0.5, 0.6
-"""Shares of the exchange's time limit after which missing updates and missing means of cells are left out, so that the results
-can still be pulled."""
-
-STRANGERS_SHARE = 0.1
-"""Strangers' lines may be slower than all others' by this share of a round, as far as this reducer's `Courtesy` goes; beyond
-it, their work stays pending."""
-STRANGERS_SILENCES = 3.0
-"""After this many times `silence_s` in which only strangers are awaited and no sum is complete, none is waited for: after four,
-members' complaints take this reducer's parts (`StagedReports`)."""
-
-HUBS_PATIENCE, HUBS_PATIENT_ROUNDS = 3.0, 8
-"""A hub of strangers waits for this many times what half of its cell took. In one round of so many, the same at all, it waits
-for at least half of what a reducer may wait for strangers, in others for half of its least, or LEAST_S: reducers save for the
-long wait, and members with slow lines are complete in some rounds."""
 
 ANY_RATE = 1.0
 """Bytes per second, for a sender that counts as stalled only when nothing comes."""
@@ -152,76 +136,39 @@ class Reducer:
 
     async def run(self) -> None:
         """Make all sums: each when its last update arrives or the sender is lost. Then write the manifest."""
-        clock, detector = asyncio.get_running_loop().time, self.context.endpoint.detector
-        started, me, silence_s = clock(), self.context.me, self.context.endpoint.silence_s
-        known, names = trusted(self.context.plan.members), self.context.names
-        strangers, known = set(range(len(names))) - known, known - self._hubs  # a hub waits for its cell
-        half, half_at, due, looked_at = len(known & self._awaited_now() | {me}) / 2, math.inf, math.inf, started
-        is_hub, cell, cell_s = bool(self._cells) and me in strangers, len(self._awaited_now()), math.inf
-        """Of strangers: how many it waits for, and how long half of them took."""
-        wait: Wait | None = None
-        alone_at: float | None = None
-        """Loop time since when only strangers are awaited."""
+        started = asyncio.get_running_loop().time()
+        patience = PushPatience(self.context, self._hubs, bool(self._cells), self._awaited_now())
         self._close_complete()
         taking = asyncio.create_task(self._take_own_cells())
         try:
-            while len(self._made) < len(self._sums):
+            while True:
                 while self._waiting:
                     await self._make(next_batch(self._waiting, lambda part: len(part.contributors) == 1))
                 if len(self._made) == len(self._sums):
                     break
                 self._news.clear()
-                due_s = started + self.context.trusted_s - clock() if wait is None else wait.left_s()
-                if (late_s := due - clock()) > EARLY_S and wait is None:
-                    due_s = min(late_s, due_s) if due_s > EARLY_S else late_s
-                left_s = started + self._hub_s(cell_s) - clock() if is_hub else math.inf
-                waits_s = min(silence_s / 4, max(EARLY_S, left_s))
                 with contextlib.suppress(asyncio.TimeoutError):
-                    await asyncio.wait_for(self._news.wait(), min(waits_s, due_s) if due_s > EARLY_S else waits_s)
-                waited_s = clock() - started
+                    await asyncio.wait_for(self._news.wait(), patience.next_look_s())
                 awaited = self._awaited_now()
-                half_at = min(half_at, clock()) if len(awaited & known) <= half else math.inf
-                due = started + KNOWN_PATIENCE * max(half_at - started, self.context.trusted_s)
-                self.context.lateness.add((names[i] for i in awaited & known), clock() - max(due, looked_at))
-                looked_at, late = clock(), self.context.lateness.late()
-                unheard = awaited - self._pushing - self._lost
-                lost = {i for i in unheard if waited_s >= detector.bound(names[i])}
-                lost |= {i for i in awaited & known if names[i] in late and clock() >= due}
-                stalled = {i for i in self._pushing - {me} if clock() >= self._push_due_at(i, started)}
-                for i in stalled & strangers - self._finished_pushing:  # what it has begun to send takes memory
-                    self._streams[i].break_off(Refused(Code.CLOSED, "nothing more comes from you"))
-                lost |= stalled
-                if wait is not None and not awaited:
-                    wait.end(is_in_vain=False, at=self._counted_at)
-                    wait = None
-                if is_hub and len(awaited) <= cell / 2:
-                    cell_s = min(cell_s, waited_s)
-                if is_hub and waited_s >= self._hub_s(cell_s):
-                    lost |= strangers
-                alone_at = (alone_at or clock()) if awaited and awaited <= strangers and not self._cells else None
-                if wait is None and alone_at is not None and waited_s >= self.context.trusted_s - EARLY_S:
-                    wait = self._begin_wait(waited_s)
-                if (wait is not None and not wait.left_s()) or (alone_at is not None and self._is_quiet_since(alone_at)):
-                    lost |= strangers
-                if waited_s >= PUSH_SHARE * self.context.timeout_s:
-                    lost |= set(self.context.others) - self._hubs
-                if waited_s >= HUBS_SHARE * self.context.timeout_s:
-                    lost |= self._hubs - {me}
-                self._lose(lost)
+                given_up = patience.given_up(awaited, self._counted_at, self._closed_at)
+                self._lose(given_up | self._unheard(awaited, started) | self._stalled(started))
         finally:
-            if wait is not None:
-                wait.end(is_in_vain=True)
+            patience.end()
             await end_tasks([taking])
         self._write_manifest()
 
-    def _hub_s(self, cell_s: float) -> float:
-        """Return for how long a hub of strangers waits for its cell. `cell_s`: how long half of it took."""
-        context, silence_s = self.context, self.context.endpoint.silence_s
-        if context.plan.round % HUBS_PATIENT_ROUNDS:
-            more_s = max(LEAST_S, LEAST_SHARE * context.round_s / 2)
-        else:
-            more_s = max(context.trusted_s + silence_s, STRANGERS_SHARE * context.round_s) / 2
-        return context.trusted_s + max(more_s, min(HUBS_PATIENCE * cell_s - context.trusted_s, silence_s / 4))
+    def _unheard(self, awaited: Set[int], started: float) -> set[int]:
+        """Return the awaited members that have opened no stream for longer than their connection may be silent."""
+        waited_s, bound = asyncio.get_running_loop().time() - started, self.context.endpoint.detector.bound
+        return {i for i in awaited - self._pushing - self._lost if waited_s >= bound(self.context.names[i])}
+
+    def _stalled(self, started: float) -> set[int]:
+        """Return the members whose updates do not go on; end the streams of strangers among them."""
+        now, known = asyncio.get_running_loop().time(), trusted(self.context.plan.members)
+        stalled = {i for i in self._pushing - {self.context.me} if now >= self._push_due_at(i, started)}
+        for i in stalled - known - self._finished_pushing:  # what it has begun to send takes memory
+            self._streams[i].break_off(Refused(Code.CLOSED, "nothing more comes from you"))
+        return stalled
 
     def _awaited_now(self) -> set[int]:
         return set().union(*self._awaited.values())
@@ -238,17 +185,6 @@ class Reducer:
                 self._awaited[key].discard(me)
                 if not self._awaited[key] and key not in self._closed:
                     self._close(key)
-
-    def _begin_wait(self, known_s: float) -> Wait:
-        """Begin to wait for strangers alone, for as long again as all others took, or a share of the round."""
-        context = self.context
-        most_s = max(known_s + context.endpoint.silence_s, STRANGERS_SHARE * context.round_s)
-        return context.strangers.begin(most_s, LEAST_SHARE * context.round_s)
-
-    def _is_quiet_since(self, alone_at: float) -> bool:
-        """Return whether so long after `alone_at` no sum was closed that members' complaints are about to count."""
-        since = max(alone_at, self._closed_at)
-        return asyncio.get_running_loop().time() - since >= STRANGERS_SILENCES * self.context.endpoint.silence_s
 
     def _push_due_at(self, contributor: int, started: float) -> float:
         deadline = self._deadlines.get(contributor)

@@ -60,8 +60,8 @@ class Replica:
     """The base, and the pending work on top of it."""
 
     def __init__(
-        self, node: Node, layout: Layout, observer: Observer, base_in_memory: bool = False, checkpoint_every_s: float = 0.0,
-        arrays_in_memory: bool = False,
+        self, node: Node, layout: Layout, observer: Observer, base_in_memory: bool, checkpoint_every_s: float,
+        arrays_in_memory: bool,
     ):
         """`base_in_memory`: hold the base and a round's arrays in memory, `arrays_in_memory`: only these; otherwise both are
         memory-mapped.

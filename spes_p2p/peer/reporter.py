@@ -35,6 +35,7 @@ from spes_p2p.observe.events import (
 from spes_p2p.peer.node import Node
 from spes_p2p.peer.replica import Applied, Replica
 from spes_p2p.rounds.commit import clipped_parts, contributions
+from spes_p2p.rounds.ownership import owners_of
 from spes_p2p.rounds.planned import Plan
 from spes_p2p.rounds.remembered import remembered
 from spes_p2p.rounds.runaway import HeldOut
@@ -226,9 +227,3 @@ def median_upload(plan: Plan, peer: str) -> float:
 def expert_tokens_of(plan: Plan) -> tuple[int, ...]:
     """Return, for each expert, the tokens on which the members trained it."""
     return tuple(map(sum, zip(*(member.routed for member in plan.members), strict=True)))
-
-
-@remembered(2)
-def owners_of(commit: Commit) -> tuple[tuple[str, ...], ...]:
-    """Return the ids of each expert's owners in the phase after this commit."""
-    return tuple(tuple(commit.members[i] for i in owners) for owners in commit.owners)

@@ -39,7 +39,6 @@ from spes_p2p.testing.simulate.swarm import EXPERTS, campaign
 from spes_p2p.training import trainer as real
 from spes_p2p.training.interface import Phase, Trainer
 from spes_p2p.training.moments import (
-    PENDING,
     TINY,
     are_plausible,
     load_moments,
@@ -47,6 +46,7 @@ from spes_p2p.training.moments import (
     plausibility,
     read_moments,
 )
+from spes_p2p.training.pending import PENDING
 
 ROUNDS = {4: 6, 16: 5, 64: 2}
 """Rounds to train, by steps between two of them."""

@@ -36,7 +36,7 @@ Routing = npt.NDArray[np.int64]
 class Judge:
     """Measures bases on held-out text, with one model that owns no expert."""
 
-    def __init__(self, config: CampaignConfig, base: State, held_out: Mapping[str, Reader], device: str = "cpu"):
+    def __init__(self, config: CampaignConfig, base: State, held_out: Mapping[str, Reader], device: str):
         """`held_out`: readers by domain."""
         self._held_out = held_out
         any_reader = next(iter(held_out.values()))
@@ -118,9 +118,8 @@ def drift(updates: Sequence[State]) -> dict[str, float] | None:
 def similarity(state: State, layout: Layout) -> float:
     """Return the mean cosine of two experts' matrices, over all pairs and layers."""
     experts = range(layout.num_experts)
-    layers = sorted({t.spec.layer for t in layout.tensors if t.spec.kind == "expert" and t.spec.layer is not None})
     cosines = []
-    for layer in layers:
+    for layer in layout.expert_layers:
         rows = []
         for expert in experts:
             places = layout.tensors_of_expert_layer(expert, layer)

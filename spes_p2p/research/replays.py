@@ -37,9 +37,9 @@ from spes_p2p.rounds.audits import Replayed, compared, has_passed
 from spes_p2p.training import trainer as real
 from spes_p2p.training.batches import Reader
 from spes_p2p.training.interface import Phase
-from spes_p2p.training.moments import PENDING, are_plausible, load_moments, plausibility
+from spes_p2p.training.moments import are_plausible, load_moments, plausibility
 from spes_p2p.training.options import TrainingOptions
-from spes_p2p.training.pending import trained_groups
+from spes_p2p.training.pending import PENDING, trained_groups
 from spes_p2p.training.trainer import TorchTrainer
 
 EXPERIMENTS = Path(__file__).resolve().parents[2] / "experiments"

@@ -8,35 +8,31 @@ from __future__ import annotations
 
 import numpy as np
 
+from spes_p2p.rounds.chunked import LARGEST, Chunked
+
 BLOCK = 128
 """Elements that share a scale."""
-LARGEST = float(np.finfo(np.float32).max)
-"""The largest finite float32."""
 
 
-class Blockwise:
+class Blockwise(Chunked):
     """Symmetric quantization of float32 vectors to `bits` bits: the codes of all blocks, then their scales."""
 
     def __init__(self, name: str, bits: int):
         """`bits`: 8 or 4."""
         self.name = name
         self.is_lossy, self.leaves_out = True, False
+        self.chunk, self.chunk_bytes = BLOCK, BLOCK * bits // 8 + 4
         self._bits = bits
         self._levels = np.float32(2 ** (bits - 1) - 1)
 
     def encoded_bytes(self, elements: int) -> int:
-        """Return the bytes of the codes and of one float32 scale a block."""
-        blocks = -(-elements // BLOCK)
-        codes = elements if self._bits == 8 else blocks * BLOCK // 2
-        return codes + 4 * blocks
-
-    def elements(self, encoded_bytes: int) -> int:
-        """Return a whole number of blocks, at least one."""
-        return max(1, encoded_bytes // (BLOCK * self._bits // 8 + 4)) * BLOCK
+        """Return the bytes of the codes, of which 8-bit ones are not padded, and of one float32 scale a block."""
+        padding = -elements % BLOCK if self._bits == 8 else 0
+        return super().encoded_bytes(elements) - padding
 
     def encode(self, values: np.ndarray) -> bytes:
         """Round each block to multiples of max|x| / levels. Values must be finite."""
-        blocks = _in_blocks(values)
+        blocks = self.in_chunks(values)
         scaled = np.abs(blocks)
         scales = scaled.max(axis=1) / self._levels
         with np.errstate(divide="ignore", over="ignore"):
@@ -68,21 +64,13 @@ class Blockwise:
 
     def rounding(self, values: np.ndarray) -> np.ndarray:
         """Half a step of each value's block."""
-        half_steps = np.abs(_in_blocks(values)).max(axis=1) / (2 * self._levels)
+        half_steps = np.abs(self.in_chunks(values)).max(axis=1) / (2 * self._levels)
         return np.repeat(half_steps, BLOCK)[: values.size]
 
     def _scales(self, data: bytes | memoryview, elements: int) -> np.ndarray:
-        if len(data) != self.encoded_bytes(elements):
-            raise ValueError(f"{len(data)} bytes where {elements} elements in {self.name} take {self.encoded_bytes(elements)}")
+        self.check_length(data, elements)
         blocks = -(-elements // BLOCK)
         return np.frombuffer(data, "<f4", blocks, len(data) - 4 * blocks).astype(np.float32)
-
-
-def _in_blocks(values: np.ndarray) -> np.ndarray:
-    """Pad with zeros and reshape to `[blocks, BLOCK]`."""
-    missing = -values.size % BLOCK
-    whole = np.concatenate([values, np.zeros(missing, np.float32)]) if missing else np.ascontiguousarray(values, np.float32)
-    return whole.reshape(-1, BLOCK)
 
 
 def _pack(codes: np.ndarray) -> np.ndarray:

@@ -14,7 +14,8 @@ import numpy as np
 
 from spes_p2p.config.campaign import CodecConfig
 from spes_p2p.model.layout import Group, Layout
-from spes_p2p.rounds.blockwise import LARGEST, Blockwise
+from spes_p2p.rounds.blockwise import Blockwise
+from spes_p2p.rounds.chunked import LARGEST, Chunked
 from spes_p2p.rounds.sparse import Sparse
 from spes_p2p.rounds.ternary import Ternary
 
@@ -57,25 +58,17 @@ class Codec(Protocol):
         """
 
 
-class _FixedWidth(Codec):
-    leaves_out = False
-    width: int
-    """Bytes of an encoded element."""
-
-    def encoded_bytes(self, elements: int) -> int:
-        return self.width * elements
-
-    def elements(self, encoded_bytes: int) -> int:
-        return encoded_bytes // self.width
+class _Elementwise(Chunked, Codec):
+    leaves_out, chunk = False, 1
 
     def is_valid(self, data: bytes | memoryview, elements: int, most: float = LARGEST) -> bool:
         return bool((np.abs(self.decode(data, elements)) <= most).all())
 
 
-class Uncompressed(_FixedWidth):
+class Uncompressed(_Elementwise):
     """float32, little-endian."""
 
-    name, is_lossy, width = "none", False, 4
+    name, is_lossy, chunk_bytes = "none", False, 4
 
     def encode(self, values: np.ndarray) -> bytes:
         """Return the values' bytes."""
@@ -83,7 +76,7 @@ class Uncompressed(_FixedWidth):
 
     def decode(self, data: bytes | memoryview, elements: int) -> np.ndarray:
         """Return a view of the bytes."""
-        _check_length(self, data, elements)
+        self.check_length(data, elements)
         return np.frombuffer(data, dtype="<f4")
 
     def rounding(self, values: np.ndarray) -> np.ndarray:
@@ -91,10 +84,10 @@ class Uncompressed(_FixedWidth):
         return np.zeros_like(values)
 
 
-class HalfPrecision(_FixedWidth):
+class HalfPrecision(_Elementwise):
     """IEEE half precision, rounded to nearest even; values beyond its range are clipped."""
 
-    name, is_lossy, width = "fp16", True, 2
+    name, is_lossy, chunk_bytes = "fp16", True, 2
 
     def encode(self, values: np.ndarray) -> bytes:
         """Clip to +-65504, then round."""
@@ -104,7 +97,7 @@ class HalfPrecision(_FixedWidth):
 
     def decode(self, data: bytes | memoryview, elements: int) -> np.ndarray:
         """Convert exactly: every half-precision number is a float32."""
-        _check_length(self, data, elements)
+        self.check_length(data, elements)
         halves = np.frombuffer(data, dtype="<f2").astype(np.float16)
         torch = _torch()
         values: np.ndarray = halves.astype(np.float32) if torch is None else torch.from_numpy(halves).float().numpy()
@@ -156,8 +149,3 @@ class GroupCodecs:
 def group_codecs(config: CodecConfig) -> GroupCodecs:
     """Return the codecs that a campaign names."""
     return GroupCodecs(CODECS[config.router], CODECS[config.shared], CODECS[config.experts])
-
-
-def _check_length(codec: Codec, data: bytes | memoryview, elements: int) -> None:
-    if len(data) != codec.encoded_bytes(elements):
-        raise ValueError(f"{len(data)} bytes where {elements} elements in {codec.name} take {codec.encoded_bytes(elements)}")

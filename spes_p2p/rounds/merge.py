@@ -63,7 +63,7 @@ class MergedRows:
 def merged_rows(layout: Layout, donors: Donors) -> tuple[MergedRows, ...]:
     """Return all ranges that a merge changes, ascending. `donors`: `[layers][experts][k]`; an expert without donors stays."""
     rows = []
-    for layer, its_donors in zip(_layers(layout), donors, strict=True):
+    for layer, its_donors in zip(layout.expert_layers, donors, strict=True):
         for places in _places_of_experts(layout, layer):
             for own, chosen in zip(places, its_donors, strict=True):
                 if chosen:
@@ -96,7 +96,7 @@ def merge_range(
 
 def _similarities(state: np.ndarray, layout: Layout) -> Iterator[np.ndarray]:
     """Yield the cosines between the experts of each layer, float64 `[experts, experts]`, with -inf on the diagonal."""
-    for layer in _layers(layout):
+    for layer in layout.expert_layers:
         products = _inner_products([_gate(state, layout, layer, expert) for expert in range(layout.num_experts)])
         norms = np.maximum(np.sqrt(np.diag(products)), 1e-30)
         cosine = products / norms / norms[:, None]
@@ -111,10 +111,6 @@ def _inner_products(rows: Sequence[np.ndarray]) -> np.ndarray:
         block = np.stack([row[start : start + BLOCK_ELEMENTS] for row in rows]).astype(np.float64)
         products += block @ block.T
     return products
-
-
-def _layers(layout: Layout) -> list[int]:
-    return sorted({t.spec.layer for t in layout.tensors if t.spec.kind == "expert" and t.spec.layer is not None})
 
 
 def _places_of_experts(layout: Layout, layer: int) -> Iterator[list[slice]]:

@@ -39,7 +39,7 @@ class NextBaseBuilder:
 
     def __init__(
         self, store: Store, base: np.ndarray, layout: Layout, outer: OuterConfig, results: Results,
-        run_blocking: Callable[..., Awaitable[Any]], clips: bool = False, threads: int = 1,
+        run_blocking: Callable[..., Awaitable[Any]], clips: bool, threads: int,
         in_memory: bool = False,
     ):
         """`base`: the plan's base. `results`: of the plan, still arriving. `clips`: `sync.bound_influence`.

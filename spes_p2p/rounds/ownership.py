@@ -6,7 +6,16 @@ import hashlib
 from collections import Counter
 from collections.abc import Mapping, Sequence, Set
 
+from spes_p2p.messages.consensus import Commit
+from spes_p2p.rounds.remembered import remembered
+
 Owners = tuple[tuple[str, ...], ...]
+
+
+@remembered(2)
+def owners_of(commit: Commit) -> Owners:
+    """Return the ids of each expert's owners in the phase after this commit."""
+    return tuple(tuple(commit.members[i] for i in owners) for owners in commit.owners)
 
 
 def assign_experts(

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import reduce
 from typing import Annotated, TypeVar
 
 from annotated_types import MaxLen
@@ -98,8 +97,3 @@ def recorded_course(records: Sequence[RoundRecord], every_rounds: int, takes_tur
             by = whose_turn(record.round, every_rounds, trainers) if takes_turns and len(trainers) > 1 else ""
             course = course.after(HeldOut(record.round, record.validation_loss, by))
     return course
-
-
-def course_of(evaluations: Iterable[HeldOut]) -> Course:
-    """Return the course of these evaluations, by round, ascending."""
-    return reduce(Course.after, evaluations, Course())

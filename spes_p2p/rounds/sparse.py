@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from spes_p2p.rounds.blockwise import LARGEST
+from spes_p2p.rounds.chunked import LARGEST, Chunked
 
 CHUNK = 4096
 """Values that share a scale. With n groups in a chunk, value i of the chunk is in group i % n."""
@@ -27,10 +27,10 @@ TINY = np.float32(1e-30)
 """Chunks whose largest value is below it are all zeros: above it no level is denormal."""
 
 
-class Sparse:
+class Sparse(Chunked):
     """Top-1 of groups. A value that decodes to 0 was left out: it stays pending with its contributors."""
 
-    is_lossy, leaves_out = True, True
+    is_lossy, leaves_out, chunk = True, True, CHUNK
 
     def __init__(self, name: str, group: int):
         """Send one of `group` values, a power of 2 of at most 256."""
@@ -40,17 +40,9 @@ class Sparse:
         self._place_bytes = self._place_bits * self.groups // 8
         self.chunk_bytes = self._place_bytes + self.groups // 2 + SCALE_BYTES
 
-    def encoded_bytes(self, elements: int) -> int:
-        """Return the bytes of all chunks; the last one is padded with zeros."""
-        return -(-elements // CHUNK) * self.chunk_bytes
-
-    def elements(self, encoded_bytes: int) -> int:
-        """Return a whole number of chunks, at least one."""
-        return max(1, encoded_bytes // self.chunk_bytes) * CHUNK
-
     def encode(self, values: np.ndarray) -> bytes:
         """Round the largest value of each group to the nearest level, in octaves. Values must be finite."""
-        chunks, half = _in_chunks(values), self.groups // 2
+        chunks, half = self.in_chunks(values), self.groups // 2
         places = _largest(chunks.reshape(len(chunks), CHUNK // self.groups, self.groups))
         sent = chunks.reshape(-1)[_flat(places)]
         sizes = np.abs(sent)
@@ -85,16 +77,8 @@ class Sparse:
         return bound
 
     def _rows(self, data: bytes | memoryview, elements: int) -> np.ndarray:
-        if len(data) != self.encoded_bytes(elements):
-            raise ValueError(f"{len(data)} bytes where {elements} elements in {self.name} take {self.encoded_bytes(elements)}")
+        self.check_length(data, elements)
         return np.frombuffer(data, np.uint8).reshape(-1, self.chunk_bytes)
-
-
-def _in_chunks(values: np.ndarray) -> np.ndarray:
-    """Pad with zeros and reshape to `[chunks, CHUNK]`."""
-    missing = -values.size % CHUNK
-    whole = np.concatenate([values, np.zeros(missing, np.float32)]) if missing else np.ascontiguousarray(values, np.float32)
-    return whole.reshape(-1, CHUNK)
 
 
 def _largest(chunks: np.ndarray) -> np.ndarray:

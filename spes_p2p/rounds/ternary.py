@@ -11,14 +11,13 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from spes_p2p.rounds.blockwise import LARGEST
+from spes_p2p.rounds.chunked import LARGEST, Chunked
 
 BLOCK = 128
 """Values that share a scale."""
 DIGITS = 5
 """Values in a byte: 3^5 = 243. Byte i of a chunk has value i of each of its five blocks."""
 CHUNK = DIGITS * BLOCK
-CHUNK_BYTES = BLOCK + 4 * DIGITS
 PIECE_CHUNKS = 32
 CUT = 0.75
 POWERS = (3 ** np.arange(DIGITS)).astype(np.uint8)
@@ -26,22 +25,15 @@ SIGNS = (np.arange(256)[None, :] // POWERS[:, None] % 3 - 1).astype(np.float32)
 """`[digit, byte]` -> -1, 0 or 1. Bytes above 242, which no encoder writes, decode too."""
 
 
-class Ternary:
+class Ternary(Chunked):
     """Three levels in blocks: the codes of all chunks, then their scales."""
 
     name, is_lossy, leaves_out = "ternary", True, False
-
-    def encoded_bytes(self, elements: int) -> int:
-        """Return the bytes of all chunks; the last one is padded with zeros."""
-        return -(-elements // CHUNK) * CHUNK_BYTES
-
-    def elements(self, encoded_bytes: int) -> int:
-        """Return a whole number of chunks, at least one."""
-        return max(1, encoded_bytes // CHUNK_BYTES) * CHUNK
+    chunk, chunk_bytes = CHUNK, BLOCK + 4 * DIGITS
 
     def encode(self, values: np.ndarray) -> bytes:
         """Round each value to the nearest side of the cut. Values must be finite."""
-        pieces = [_encoded(blocks) for blocks in _pieces(_in_blocks(values))]
+        pieces = [_encoded(blocks) for blocks in _pieces(self._in_blocks(values))]
         codes, scales = [piece[0].tobytes() for piece in pieces], [piece[1].astype("<f4").tobytes() for piece in pieces]
         return b"".join(codes + scales)
 
@@ -63,7 +55,7 @@ class Ternary:
 
         Once bounds it. A residual of as much as that, of several values, makes the scale larger: twice leaves room for it.
         """
-        bounds = np.abs(_in_blocks(values))
+        bounds = np.abs(self._in_blocks(values))
         for sizes in _pieces(bounds):
             cuts, scales = _cuts_and_scales(sizes)
             np.subtract(sizes, scales[..., None], out=sizes)
@@ -72,19 +64,15 @@ class Ternary:
         found: np.ndarray = bounds.reshape(-1)[: values.size]
         return found
 
+    def _in_blocks(self, values: np.ndarray) -> np.ndarray:
+        """Return float32 `[chunks, DIGITS, BLOCK]`."""
+        return self.in_chunks(values).reshape(-1, DIGITS, BLOCK)
+
     def _scales(self, data: bytes | memoryview, elements: int) -> np.ndarray:
         """Return the scales, float32 `[chunks, DIGITS]`."""
-        if len(data) != self.encoded_bytes(elements):
-            raise ValueError(f"{len(data)} bytes where {elements} elements in {self.name} take {self.encoded_bytes(elements)}")
+        self.check_length(data, elements)
         chunks = -(-elements // CHUNK)
         return np.frombuffer(data, "<f4", DIGITS * chunks, BLOCK * chunks).astype(np.float32).reshape(chunks, DIGITS)
-
-
-def _in_blocks(values: np.ndarray) -> np.ndarray:
-    """Pad with zeros and reshape to `[chunks, DIGITS, BLOCK]`."""
-    missing = -values.size % CHUNK
-    whole = np.concatenate([values, np.zeros(missing, np.float32)]) if missing else np.ascontiguousarray(values, np.float32)
-    return whole.reshape(-1, DIGITS, BLOCK)
 
 
 def _pieces(chunks: np.ndarray) -> Iterator[np.ndarray]:

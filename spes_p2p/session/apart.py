@@ -15,7 +15,7 @@ from contextlib import suppress
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from spes_p2p.errors import Broken, UserError
-from spes_p2p.net import die_with_parent
+from spes_p2p.net.die_with_parent import under_guard
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -41,8 +41,7 @@ def run_apart_telling(
 
 
 def _result(call: tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], bool], on_progress: Progress) -> Any:
-    wrapper = [sys.executable, "-I", "-S", str(die_with_parent.__file__), str(os.getpid())]
-    command, request = [*wrapper, sys.executable, "-m", __name__], pickle.dumps(call)
+    command, request = [*under_guard(), sys.executable, "-m", __name__], pickle.dumps(call)
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdin is not None
         assert process.stdout is not None

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from spes_p2p.config.campaign import CampaignConfig
-from spes_p2p.errors import Broken
+from spes_p2p.errors import Broken, first_line
 from spes_p2p.net.die_with_parent import die_with
 from spes_p2p.training.options import TrainingOptions
 from spes_p2p.training.ranks import ALONE, Command, RankLost, Ranks, meet
@@ -116,7 +116,7 @@ class Leader(Ranks):
             yield
         except Exception as error:
             if self._failure is None:
-                reason = str(error).strip().partition("\n")[0] or type(error).__name__
+                reason = first_line(error)
                 self._failure = Broken(f"--devices: rank 0 ({self._device}) failed: {reason}; this peer stops; start it again "
                                        "on its run-dir, without this device if it repeats")
             raise self._failure from error
@@ -205,7 +205,7 @@ def _follow(job: _Job, pipe: Connection) -> None:
     except (EOFError, ConnectionError, RankLost):
         return
     except Exception as error:
-        reason = str(error).strip().partition("\n")[0] or type(error).__name__
+        reason = first_line(error)
         with contextlib.suppress(OSError):
             pipe.send(reason)
         os._exit(1)  # the teardown of libraries may wait for the other ranks

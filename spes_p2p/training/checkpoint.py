@@ -6,7 +6,6 @@ import logging
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -15,11 +14,11 @@ from spes_p2p.model.layout import Layout
 from spes_p2p.storage.interfaces import Draft, Store
 from spes_p2p.storage.tensor_file import Source, read_tensors, tensor_chunks, tensor_header, whole
 from spes_p2p.training.interface import Trainer
-from spes_p2p.training.pending import add_pending, pending_pieces, trained_groups
+from spes_p2p.training.pending import PENDING, add_pending, pending_sources
 
 logger = logging.getLogger(__name__)
 
-PENDING, OPTIMIZER, LEDGER = "pending.", "optimizer.", "ledger."
+OPTIMIZER, LEDGER = "optimizer.", "ledger."
 CRC, NO_CRC = "crc32", "0" * 8
 NO_COMMIT = ""
 """Commit of a checkpoint of moments alone, which belongs to no base."""
@@ -75,12 +74,8 @@ def take_checkpoint(
     after this base that are in it. `is_announced`: a round with the announced update is under way.
     Raises UserError (disk full).
     """
-    sources = {LEDGER + name: whole(array) for name, array in ledger.state(is_announced).items()}
-    for group in trained_groups(trainer):
-        pieces = partial(pending_pieces, trainer, base, group)
-        if any(piece.any() for piece in pieces()):
-            sources[PENDING + group.name] = Source(np.dtype(np.float32), (group.size,), pieces)
-    return _draft(store, trainer, sources, commit, round_number, kept, steps)
+    arrays = {LEDGER + name: whole(array) for name, array in ledger.state(is_announced).items()}
+    return _draft(store, trainer, arrays | pending_sources(trainer, base), commit, round_number, kept, steps)
 
 
 def take_moments(store: Store, trainer: Trainer, round_number: int, kept: str | None) -> Checkpoint:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils import is_flash_attn_2_available
 
+from spes_p2p.errors import first_line
 from spes_p2p.model.partitioned import PartitionedExperts
 from spes_p2p.training.documents import Documents
 
@@ -64,7 +65,7 @@ def keep_what_helps(forms: Sequence[Form], attempt: Callable[[], Trial], toleran
             is_kept = difference <= tolerance and gain >= LEAST_GAIN
             found = f"relative difference {difference:.1e}, {gain:.2f} times as fast"
         except Exception as error:  # compilers raise their own types
-            is_kept, found = False, (str(error).strip().splitlines() or [type(error).__name__])[0]
+            is_kept, found = False, first_line(error)
         if is_kept:
             fastest = trial.seconds
             # What does not compile in another shape, such as a last batch of fewer samples, runs as it is.

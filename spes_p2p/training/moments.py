@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from functools import partial
 
 import numpy as np
 
 from spes_p2p.storage.tensor_file import DTYPES, LENGTH_BYTES, Source, read_tensors, tensor_chunks
 from spes_p2p.training.interface import Trainer
-from spes_p2p.training.pending import add_pending, pending_pieces, trained_groups
+from spes_p2p.training.pending import PENDING, add_pending, pending_sources, trained_groups
 
 BF16 = np.dtype(DTYPES["BF16"])
-PENDING = "pending."
 TINY = np.finfo(np.float32).tiny
 MOST_DRIFT, MOST_SECOND = 8.0, 100.0
 """Bound moments before a phase by those of the phase itself: the mean of m^2 / v, and of v. Honest ones reach 4.7 and 1.4."""
@@ -35,11 +33,8 @@ def moments_chunks(
     `base`: flat float32.
     """
     state = trainer.optimizer_state(in_full=True)
-    sources = {name: each for name, each in state.items() if is_begun or not name.startswith(f"{MOMENTUM}/")}
-    for group in trained_groups(trainer):
-        pieces = partial(pending_pieces, trainer, base, group)
-        if any(piece.any() for piece in pieces()):
-            sources[PENDING + group.name] = Source(np.dtype(np.float32), (group.size,), pieces)
+    kept = {name: each for name, each in state.items() if is_begun or not name.startswith(f"{MOMENTUM}/")}
+    sources = kept | pending_sources(trainer, base)
     return tensor_chunks({name: _in_bf16(source) for name, source in sources.items()}, {"round": str(round_number)})
 
 

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import numpy as np
 
 from spes_p2p.model.layout import Group
+from spes_p2p.storage.tensor_file import Source
 from spes_p2p.training.interface import Trainer
 
 PIECE_ELEMENTS = 2**16
+PENDING = "pending."
+"""Before a group's name: the name of its pending in a file."""
 
 
 def is_trained(trainer: Trainer, group: Group) -> bool:
@@ -25,6 +29,16 @@ def trained_groups(trainer: Trainer) -> list[Group]:
 def pending_pieces(trainer: Trainer, base: np.ndarray, group: Group) -> Iterator[np.ndarray]:
     """Yield a trained group's pending in float32 pieces. `base`: flat float32 `[layout.size]`."""
     return (pending_between(trainer, base, group, start, stop) for start, stop in _cut(group))
+
+
+def pending_sources(trainer: Trainer, base: np.ndarray) -> dict[str, Source]:
+    """Return what files keep of a trainer's pending: that of each trained group where it is not 0."""
+    found = {}
+    for group in trained_groups(trainer):
+        pieces = partial(pending_pieces, trainer, base, group)
+        if any(piece.any() for piece in pieces()):
+            found[PENDING + group.name] = Source(np.dtype(np.float32), (group.size,), pieces)
+    return found
 
 
 def pending_of(trainer: Trainer, base: np.ndarray, group: Group, out: np.ndarray) -> np.ndarray:

@@ -60,21 +60,31 @@ def simulate_virtual(
         _write(event_log, found[0].log)
     replay = partial(_replay, "--virtual", path, {**options, "config": config})
     made = summary("virtual", len(scenario.peer_names), found, time.monotonic() - started, replay)
-    made["virtual_s"] = round(sum(each.virtual_s for each in found), 1)
-    for i, name in enumerate(("control_bytes", "control_received_bytes")):
-        made[f"{name}_max"] = max(each.control_bytes[i] for each in found)
-        made[f"{name}_median"] = max(each.control_bytes_median[i] for each in found)
-    made["sent_bytes_per_round_median"] = max(each.sent_bytes_per_round for each in found)
-    for i, name in enumerate(("registry_sent_bytes_per_min_max", "registry_received_bytes_per_min_median")):
-        made[name] = max(each.registry_bytes_per_min[i] for each in found)
-    made["relayed_bytes"] = max(each.relayed_bytes for each in found)
-    made["connections_max"] = max(each.connections_max for each in found)
-    made["connections_max_trainer"] = max(each.connections_max_trainer for each in found)
-    made["connections_median"] = max(each.connections_median for each in found)
-    made["cpu_s"] = round(sum(each.cpu_s for each in found), 1)
-    made["memory_peak_bytes"] = max(each.memory_peak_bytes for each in found)
-    made["log_sha256"] = found[0].log_sha256 if len(found) == 1 else None
+    made |= _totals(found)
     return made, lines(made)
+
+
+def _totals(runs: Sequence[RunReport]) -> dict[str, Any]:
+    """Return what only the virtual form measures: seconds of all runs together, and of the rest the most of any run."""
+    control, control_median, registry = (
+        [max(values) for values in zip(*(getattr(run, name) for run in runs), strict=True)]
+        for name in ("control_bytes", "control_bytes_median", "registry_bytes_per_min")
+    )
+    most = ("relayed_bytes", "connections_max", "connections_max_trainer", "connections_median")
+    return {
+        "virtual_s": round(sum(run.virtual_s for run in runs), 1),
+        "control_bytes_max": control[0],
+        "control_bytes_median": control_median[0],
+        "control_received_bytes_max": control[1],
+        "control_received_bytes_median": control_median[1],
+        "sent_bytes_per_round_median": max(run.sent_bytes_per_round for run in runs),
+        "registry_sent_bytes_per_min_max": registry[0],
+        "registry_received_bytes_per_min_median": registry[1],
+        **{name: max(getattr(run, name) for run in runs) for name in most},
+        "cpu_s": round(sum(run.cpu_s for run in runs), 1),
+        "memory_peak_bytes": max(run.memory_peak_bytes for run in runs),
+        "log_sha256": runs[0].log_sha256 if len(runs) == 1 else None,
+    }
 
 
 def simulate_processes(

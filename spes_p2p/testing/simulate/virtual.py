@@ -100,7 +100,7 @@ def run_seed(scenario: Scenario, seed: int, on_round: Callable[[int], None] = la
 
 
 def run_seeds(
-    scenario: Scenario, seeds: range, jobs: int, on_progress: Callable[[int, int], None] = lambda done, total: None
+    scenario: Scenario, seeds: range, jobs: int, on_progress: Callable[[int, int], None]
 ) -> list[RunReport]:
     """Run each seed; return the results by seed. The worker processes end with this one. `on_progress` counts rounds.
 
