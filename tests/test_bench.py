@@ -40,7 +40,9 @@ def tool(name: str) -> ModuleType:
     assert spec.loader is not None
     # Known by name, because its dataclasses ask for their module.
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.syspath_prepend(ROOT / "tools")  # they import each other
+        spec.loader.exec_module(module)
     return module
 
 
@@ -58,8 +60,7 @@ def test_no_peer_of_an_exchange_sends_or_receives_over_a_twentieth_more_than_it_
 
 
 @pytest.mark.long
-def test_the_records_of_a_round_of_64_take_little_of_the_coordinators_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(ROOT / "tools")
+def test_the_records_of_a_round_of_64_take_little_of_the_coordinators_memory() -> None:
     megabytes_of_round = tool("coordinator_benchmark").megabytes_of_round
     megabytes_of_round(4)  # fills caches that live as long as the process
     found = megabytes_of_round(64)
@@ -68,8 +69,7 @@ def test_the_records_of_a_round_of_64_take_little_of_the_coordinators_memory(mon
 
 
 @pytest.mark.long
-def test_a_fifth_at_most_of_what_is_hashed_and_signed_of_a_member_travels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(ROOT / "tools")
+def test_a_fifth_at_most_of_what_is_hashed_and_signed_of_a_member_travels() -> None:
     for whole, sent in tool("coordinator_benchmark").bytes_per_member(64).values():
         assert 64 < sent < whole / 5, "64 bytes of each signature are new"
 

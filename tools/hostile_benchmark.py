@@ -22,6 +22,7 @@ import asyncio
 import contextlib
 import itertools
 import json
+import math
 import random
 import statistics
 import subprocess
@@ -205,7 +206,7 @@ class Attacker:
         """Nothing at all in each."""
         await self._many(lambda stream: None)
 
-    async def frames(self, most: float) -> None:
+    async def frames(self, most: float = math.inf) -> None:
         """Frames that say nothing, as fast as they are taken."""
         some = HEADER.pack(Kind.HEARTBEAT, 0) * 1000
         while self.counts["frames"] < most:

@@ -40,9 +40,9 @@ def archived_rounds(store: Store) -> list[int]:
     return sorted(int(name.removeprefix(ARCHIVED)) for name in store.names(ARCHIVED))
 
 
-def load_archived(store: Store, round_number: int, elements: int, where: str) -> Base | None:
+def load_archived(store: Store, round_number: int, elements: int, where: str, threads: int = 1) -> Base | None:
     """Return the archived base of a round, or None. Raises UserError when it is damaged."""
-    return load_base(store, elements, where, _name(round_number))
+    return load_base(store, elements, where, _name(round_number), threads=threads)
 
 
 def _name(round_number: int) -> str:
