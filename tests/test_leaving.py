@@ -149,6 +149,29 @@ def test_after_the_last_round_trainers_stay_until_the_bootstrap_has_the_base_of_
     simulate(main)
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+def test_who_leaves_comes_back_and_leaves_again_gives_back_its_samples_once(overlap: bool) -> None:
+    async def main() -> None:
+        swarm = VirtualSwarm(campaign(total_steps=400, sync={"overlap": overlap, "min_peers": 2}))
+        swarm.start_all()
+        await swarm.until_round(4)
+        await asyncio.sleep(1.0)
+        for away_s in (12.0, 0.0):
+            swarm.peers["B"].leave()
+            await swarm.until(swarm.tasks["B"].done)
+            swarm.kill("B")
+            await asyncio.sleep(away_s)
+            if away_s:
+                assert "B" not in swarm.nodes["A"].log.last.members
+                swarm.start_again("B")
+                await swarm.until(lambda: "B" in swarm.nodes["A"].log.last.members)
+        await swarm.until_round(swarm.round_of("A") + 6)
+        others = Counter(sample for name in "AC" for each in swarm.samples[name].values() for sample in samples(each))
+        assert set(others.values()) == {1}
+
+    simulate(main)
+
+
 @pytest.mark.parametrize("leaves", [False, True])
 def test_after_the_last_round_nobody_waits_for_long_for_one_that_never_answers(leaves: bool) -> None:
     async def main() -> None:
