@@ -220,6 +220,15 @@ def test_columns_use_most_of_all_lines_whatever_the_number_of_members(count: int
     assert used >= 0.93 * sum(m.bandwidth for m in members)
 
 
+@pytest.mark.parametrize(("count", "liars"), [(64, 6), (64, 7), (256, 12), (256, 15)])
+def test_fewer_liars_than_cells_are_no_column(count: int, liars: int) -> None:
+    """Nor do they choose the number of cells, with lines four times as fast as others."""
+    cells = make_cells(members_of(count, 0, (4e6,) * liars + (1e6,) * (count - liars)), range(count))
+    assert cells is not None
+    assert len(cells.columns[0]) == math.isqrt(count)
+    assert not any(set(hubs) <= set(range(liars)) for hubs in cells.columns)
+
+
 @pytest.mark.parametrize("count", [64, 256])
 def test_a_thin_line_that_results_fill_receives_few_updates(count: int) -> None:
     """None, but for what exceeds the share of faster columns."""

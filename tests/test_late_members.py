@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+from collections import Counter
 from collections.abc import Callable
 from itertools import groupby
 from typing import Any
@@ -20,7 +21,7 @@ from spes_p2p.peer.courtesy import SLOW_SHARE, Lateness
 from spes_p2p.rounds import parts, traffic
 from spes_p2p.testing.attacks.tamper import Liar, Tamper, tampered
 from spes_p2p.testing.memory_state import Frame
-from spes_p2p.testing.simulate.swarm import VirtualSwarm, campaign, simulate
+from spes_p2p.testing.simulate.swarm import VirtualSwarm, campaign, samples, simulate
 
 SILENCE_S = 5.0
 VOUCHED = "ABCX"
@@ -142,5 +143,25 @@ def test_in_short_rounds_a_late_member_that_a_helper_left_out_takes_part_again_a
         rounds = swarm.recorders["A"].commits().values()
         is_in = [any(peer == "C" and tokens for peer, tokens, _ in each.contributions) for each in rounds]
         assert sum(each for each, _ in groupby(is_in)) > 2
+
+    simulate(main)
+
+
+@pytest.mark.parametrize("slowness", [10, 20])
+def test_others_train_what_a_phase_left_over_whose_work_came_too_late_for_a_round(slowness: int) -> None:
+    async def main() -> None:
+        swarm = VirtualSwarm(campaign(10**6, sync={"min_peers": 2}))
+        swarm.start_all()
+        await swarm.until_round(4)
+        await asyncio.sleep(1.0)
+        swarm.slow("C", slowness)
+        await asyncio.sleep(20.0 + slowness)
+        swarm.slow("C", 1.0)
+        await swarm.until_round(16)
+        commits = [each.commit for each in swarm.nodes["A"].log.since(-1)]
+        assert "C" not in commits[5].members
+        trained = Counter(sample for by in swarm.samples.values() for each in by.values() for sample in samples(each))
+        assigned = {sample for commit in commits[:10] for each in commit.workloads for sample in samples(list(each.slices))}
+        assert {trained[sample] for sample in assigned} == {1}
 
     simulate(main)

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
+from collections import Counter, defaultdict
+from collections.abc import Iterable
 
 import pytest
 from lost_base import bootstrap_that_knows_more_than_it_has
 
+from spes_p2p.messages.content import SnapshotInfo
+from spes_p2p.messages.methods import SNAPSHOT
+from spes_p2p.net.rpc import RpcEndpoint
 from spes_p2p.observe.events import RoundFailed
+from spes_p2p.peer import leaving
+from spes_p2p.peer.leaving import SERVE_RESULTS_S
 from spes_p2p.testing.memory_network import MemoryNetwork
 from spes_p2p.testing.simulate.swarm import VirtualSwarm, campaign, samples, simulate
 
@@ -139,6 +145,66 @@ def test_after_the_last_round_trainers_stay_until_the_bootstrap_has_the_base_of_
         swarm.network.resume("W")
         await swarm.until_finished()
         assert swarm.round_of("A") == swarm.helper.replica.base.round
+
+    simulate(main)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_who_leaves_comes_back_and_leaves_again_gives_back_its_samples_once(overlap: bool) -> None:
+    async def main() -> None:
+        swarm = VirtualSwarm(campaign(total_steps=400, sync={"overlap": overlap, "min_peers": 2}))
+        swarm.start_all()
+        await swarm.until_round(4)
+        await asyncio.sleep(1.0)
+        for away_s in (12.0, 0.0):
+            swarm.peers["B"].leave()
+            await swarm.until(swarm.tasks["B"].done)
+            swarm.kill("B")
+            await asyncio.sleep(away_s)
+            if away_s:
+                assert "B" not in swarm.nodes["A"].log.last.members
+                swarm.start_again("B")
+                await swarm.until(lambda: "B" in swarm.nodes["A"].log.last.members)
+        await swarm.until_round(swarm.round_of("A") + 6)
+        others = Counter(sample for name in "AC" for each in swarm.samples[name].values() for sample in samples(each))
+        assert set(others.values()) == {1}
+
+    simulate(main)
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+def test_after_the_last_round_nobody_waits_for_long_for_one_that_never_answers(leaves: bool) -> None:
+    async def main() -> None:
+        swarm = VirtualSwarm(campaign(total_steps=20, sync={"silence_s": 60.0}))
+        swarm.start_all()
+        await swarm.until_round(0)
+        await swarm.nodes["W"].endpoint.serve(SNAPSHOT, lambda stream: asyncio.sleep(1000.0))
+        await swarm.until(lambda: swarm.peers["A"].finished)
+        if leaves:
+            await asyncio.sleep(3.0)
+            swarm.peers["A"].leave()
+        await asyncio.wait_for(swarm.tasks["A"], 5.0 if leaves else SERVE_RESULTS_S + 5.0)
+
+    simulate(main)
+
+
+def test_after_the_last_round_trainers_ask_the_helper_and_the_same_few_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = defaultdict[str, set[str]](set)
+
+    async def newest(endpoint: RpcEndpoint, peers: Iterable[str]) -> list[SnapshotInfo]:
+        asked[endpoint.peer_id].update(peers)
+        return [SnapshotInfo("", 0, 0, "")]  # of an older round, so that they ask again
+
+    monkeypatch.setattr(leaving, "newest_bases", newest)
+    monkeypatch.setattr(leaving, "MAX_ASKED", 3)
+    swarm = VirtualSwarm(campaign(total_steps=20))
+
+    async def main() -> None:
+        swarm.start_all("ABCDEF")
+        await swarm.until_finished()
+        assert {trainer: "".join(sorted(others)) for trainer, others in asked.items()} == {
+            "A": "BCW", "B": "CDW", "C": "DEW", "D": "EFW", "E": "AFW", "F": "ABW",
+        }
 
     simulate(main)
 

@@ -11,6 +11,7 @@ from spes_p2p.data.slices import MAX_RETURNED, end_of, give_back, take, union
 from spes_p2p.messages.codec import pack, unpack
 from spes_p2p.messages.consensus import Leave, Workload
 from spes_p2p.messages.samples import Cursor, Interval
+from spes_p2p.rounds.accounting import MAX_PENDING_ROUNDS
 from spes_p2p.training.batches import split_samples
 
 
@@ -85,7 +86,7 @@ def test_whatever_comes_back_a_cursor_can_be_read() -> None:
     assert unpack(Cursor, pack(found)) == found
     slices, _ = take(found, 10**5, 10**6)
     assert unpack(Workload, pack(Workload(1, slices))).slices == slices
-    leaving = Leave("", 3 * slices)  # phases in no round, and one that was not begun
+    leaving = Leave("", (MAX_PENDING_ROUNDS + 2) * slices)  # phases in no round, with overlap
     assert unpack(Leave, pack(leaving)) == leaving
 
 

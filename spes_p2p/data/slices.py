@@ -12,8 +12,9 @@ from heapq import nlargest
 from spes_p2p.messages.fields import MAX_INTERVALS
 from spes_p2p.messages.samples import Cursor, Interval
 
-MAX_RETURNED = MAX_INTERVALS // 4
-"""Intervals that a cursor keeps. A peer that leaves returns three assignments at most, each with these and a few more."""
+MAX_RETURNED = MAX_INTERVALS // 5
+"""Intervals that a cursor keeps. A peer that leaves returns four assignments at most (`claims.outstanding`, with overlap), each
+with these and a few more."""
 
 
 def take(cursor: Cursor, count: int, num_samples: int) -> tuple[tuple[Interval, ...], Cursor]:

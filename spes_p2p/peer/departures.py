@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from collections.abc import Sequence
 from itertools import chain
 
 from spes_p2p.consensus import electorate
@@ -11,7 +12,7 @@ from spes_p2p.consensus.output import Identity
 from spes_p2p.consensus.signed import sign
 from spes_p2p.errors import Refused
 from spes_p2p.messages.codec import pack, unpack
-from spes_p2p.messages.consensus import Decide, Farewell, Leave, Signed
+from spes_p2p.messages.consensus import Commit, Decide, Farewell, Leave, Signed
 from spes_p2p.messages.methods import DECIDE, LEAVE
 from spes_p2p.messages.refusals import Code
 from spes_p2p.net.rpc import RpcEndpoint, Stream
@@ -46,10 +47,11 @@ class Departures:
     async def leave(self) -> None:
         """Tell other peers that this peer leaves, so that its experts and samples are reassigned at once.
 
-        By the log, which survives a crash: it has the samples of all work that no round includes.
+        By the log, which survives a crash: it has the samples of all work that no round includes. Those of before the last time
+        that this peer was away may have been returned then.
         """
-        farewell, log = self._decisions.leave(), self._decisions.log
-        work = outstanding(log.recent(log.round), self._endpoint.peer_id, self._rules.config.sync.overlap)
+        farewell, log, me = self._decisions.leave(), self._decisions.log, self._endpoint.peer_id
+        work = outstanding(_since_away(log.recent(log.round), me), me, self._rules.config.sync.overlap)
         await self._tell(Leave(log.last.id, tuple(chain(*work.samples)), farewell))
 
     async def come_back(self) -> None:
@@ -128,3 +130,13 @@ class Departures:
             self._left[peer], self._left_at[peer] = (leave, signed), asyncio.get_running_loop().time()
             self._came_back.discard(peer)
         await stream.send(b"")
+
+
+def _since_away(recent: Sequence[Commit], peer: str) -> list[Commit]:
+    """Return the commits after the last round that a peer missed and took part again. `recent`: newest first."""
+    found = list[Commit]()
+    for commit in recent:
+        if commit.plan and peer not in commit.members and any(peer in each.members for each in found):
+            break
+        found.append(commit)
+    return found

@@ -17,7 +17,7 @@ SERVE_RESULTS_S = 20.0
 """Bounds how long a trainer waits, after the last round, for others that still need the round's results."""
 RETRY_S = 1.0
 MAX_ASKED = 16
-"""Ask at most this many others at a time whether they have the last base, helpers first: all trainers ask at the end."""
+"""Ask at most this many others whether they have the last base, helpers first: all trainers ask at the end."""
 
 
 class LeaveRequest:
@@ -64,18 +64,27 @@ async def serve_last_results(
     deadline = loop.time() + SERVE_RESULTS_S
     while loop.time() < deadline and not request.is_made and is_finished():
         await node.refresh_contacts()
-        if evaluation.learn_last_loss() and await _others_have_last_base(node):
-            return
+        with contextlib.suppress(asyncio.TimeoutError):
+            others_have_it = asyncio.wait_for(_others_have_last_base(node), deadline - loop.time())
+            if await request.unless_made(others_have_it) and evaluation.learn_last_loss():
+                return
         await request.wait(RETRY_S)
 
 
 async def _others_have_last_base(node: Node) -> bool:
-    """Return whether the others have the last base, as far as they answer. Their contacts say only what they know of."""
-    others, last = node.others(), node.log.round
-    if any(node.contacts[peer].round < last for peer in others):
+    """Return whether the others have the last base, as far as they answer. Their contacts say only what they know of.
+
+    A trainer asks the same ones each time, the next in the order of ids, so that few connections are opened to each.
+    """
+    others, last, me = node.others(), node.log.last, node.peer_id
+    if any(node.contacts[peer].round < last.round for peer in others):
         return False
-    asked = sorted(others, key=lambda peer: node.contacts[peer].role != "helper")[:MAX_ASKED]
-    return all(base.round >= last for base in await newest_bases(node.endpoint, asked))
+
+    def place(peer: str) -> tuple[bool, bool, bool, str]:
+        return node.contacts[peer].role != "helper", peer not in last.participants, peer < me, peer
+
+    asked = sorted(others, key=place)[:MAX_ASKED]
+    return all(base.round >= last.round for base in await newest_bases(node.endpoint, asked))
 
 
 async def serve_until_asked_to_leave(

@@ -242,7 +242,8 @@ class Peer:
             return  # asked to leave without the newest base
         took_part = bool(seconds)
         seconds["apply"] = asyncio.get_running_loop().time() - started
-        self._samples.decided()
+        if self._is_settled_since(base.round):
+            self._samples.decided()
         self.phases.round_applied()
         self.phases.moments.forget()
         self.phases.moments.meet_auditor()
@@ -265,6 +266,11 @@ class Peer:
         await world.run_blocking(self._archive.file, world.store, self.replica.base, self._wanted_round(), world.threads)
         await self._evaluation.evaluate_if_due()
         await self.node.refresh_contacts(only_if_due=True)
+
+    def _is_settled_since(self, round_number: int) -> bool:
+        """Return whether a later round has what this peer announced, or its assignments are void."""
+        later = (commit for commit in self.node.log.recent(self.node.log.round) if commit.round > round_number)
+        return any(not commit.plan or self.node.peer_id in commit.members for commit in later)
 
     def _source_of_base(self) -> str:
         """Return where the last commit's base comes from when no round was applied."""

@@ -12,7 +12,7 @@ class AssignedSamples:
 
     def __init__(self) -> None:
         self.untrained: Slices = ()
-        """Left by the phase before the last update; announced with it, so that others train them."""
+        """Left by the phases before the last update; announced with it, so that others train them."""
         self._left_over: Slices = ()
         """Left by the last phase; announced with the next update."""
 
@@ -22,8 +22,8 @@ class AssignedSamples:
 
     def announce(self) -> None:
         """Announce all work done until now with the next round."""
-        self.untrained, self._left_over = self._left_over, ()
+        self.untrained, self._left_over = (*self.untrained, *self._left_over), ()
 
     def decided(self) -> None:
-        """Settle the announced work: its round is decided."""
+        """Settle the announced samples: a round with them is decided."""
         self.untrained = ()

@@ -86,9 +86,11 @@ def make_cells(members: Sequence[Member], reducers: Sequence[int]) -> Cells | No
 def _count_of(classes: Sequence[int], root: int) -> int:
     """Return the number of cells: `root`, or one within a quarter of it whose columns use clearly more bandwidth.
 
-    `classes`: of the possible hubs' lines, fastest first. Those that fill no column send their own updates only.
+    `classes`: of the possible hubs' lines, fastest first. Those that fill no column send their own updates only. The fastest
+    quarter counts as the next one does: a few liars would choose the number with which they alone are a column.
     """
-    rates = [math.ldexp(math.sqrt(2.0) if half else 1.0, whole) for whole, half in (divmod(each, 2) for each in classes)]
+    counted = (divmod(min(each, classes[len(classes) // 4]), 2) for each in classes)
+    rates = [math.ldexp(math.sqrt(2.0) if half else 1.0, whole) for whole, half in counted]
     used = {count: count * math.fsum(rates[count - 1 :: count]) for count in range(root - root // 4, root + root // 4 + 1)}
     best = max(used, key=lambda count: (used[count], -abs(count - root), count))
     return best if used[best] > WORTH_OTHER_CELLS * used[root] else root
