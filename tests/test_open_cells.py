@@ -26,9 +26,11 @@ from test_cells import (
 )
 
 from spes_p2p.consensus import admission
+from spes_p2p.consensus.control import signed
 from spes_p2p.errors import Refused
 from spes_p2p.messages.admission import Standing
 from spes_p2p.messages.codec import unpack
+from spes_p2p.messages.consensus import Control
 from spes_p2p.messages.framing import Kind
 from spes_p2p.messages.methods import PULL
 from spes_p2p.messages.refusals import Code
@@ -244,6 +246,8 @@ def test_a_stranger_that_gives_its_work_to_itself_alone_and_shows_it_to_nobody_f
         swarm.start_all("AB" + STRANGERS)
         await swarm.until(lambda: have_cells(swarm, hub="N"))
         hides[0] = True
+        order = Control(swarm.campaign.hash, 1, "running", (), -1, b"", audited=("N",))  # few rounds have any of its work
+        swarm.nodes["W"].decisions.take_control(signed(order, SimulatedIdentity("W")))
         await swarm.until(lambda: not all(each.passed for each in audits(swarm, "N")))
         assert all(each.passed for name in STRANGERS[1:] for each in audits(swarm, name))
 
