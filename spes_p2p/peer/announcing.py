@@ -13,7 +13,7 @@ from spes_p2p.messages.rounds import Announcement, Unanswered
 from spes_p2p.peer.node import Node
 from spes_p2p.peer.phases import PhaseRunner
 from spes_p2p.peer.replica import Replica
-from spes_p2p.peer.samples import AssignedSamples
+from spes_p2p.peer.samples import UntrainedSamples
 from spes_p2p.rounds.archive import archived_rounds
 from spes_p2p.rounds.parts import to_mask
 
@@ -41,7 +41,7 @@ class Announcer:
     """Freezes the update of the next round, then describes it to each coordinator that is tried."""
 
     def __init__(
-        self, node: Node, replica: Replica, capacity: Capacity, samples: AssignedSamples, phases: PhaseRunner,
+        self, node: Node, replica: Replica, capacity: Capacity, samples: UntrainedSamples, phases: PhaseRunner,
         unanswered: Callable[[], tuple[Unanswered, ...]], audited: Callable[[], tuple[Audited, ...]],
     ):
         """`unanswered`: the reducers that did not let this peer check them. `audited`: its audits of others."""

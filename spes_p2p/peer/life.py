@@ -31,7 +31,7 @@ from spes_p2p.peer.phases import PhaseRunner
 from spes_p2p.peer.reforming import ReformService
 from spes_p2p.peer.replica import Replica
 from spes_p2p.peer.reporter import EventReporter
-from spes_p2p.peer.samples import AssignedSamples
+from spes_p2p.peer.samples import UntrainedSamples
 from spes_p2p.rounds.archive import NO_ARCHIVE, Archive
 from spes_p2p.rounds.held_out import reported_loss
 from spes_p2p.rounds.selftest import check_arithmetic
@@ -71,7 +71,7 @@ class Peer:
         self._archive = archive
         self._leave = leave or LeaveRequest()
         self.replica.leaves = lambda: self._leave.is_made
-        self._samples = AssignedSamples()
+        self._samples = UntrainedSamples()
         self._reporter = EventReporter(node, self.replica, observer)
         self._evaluation = Evaluation(node, self.replica, self._reporter)
         self._guard = Guard(node, key)

@@ -14,7 +14,7 @@ from spes_p2p.peer.leaving import LeaveRequest
 from spes_p2p.peer.node import Node
 from spes_p2p.peer.replica import Replica
 from spes_p2p.peer.reporter import EventReporter
-from spes_p2p.peer.samples import AssignedSamples
+from spes_p2p.peer.samples import UntrainedSamples
 from spes_p2p.rounds.base import Base
 from spes_p2p.rounds.planned import Assignment
 from spes_p2p.training.balance import load_violation, share_of
@@ -31,7 +31,7 @@ class PhaseRunner:
         self,
         node: Node,
         replica: Replica,
-        samples: AssignedSamples,
+        samples: UntrainedSamples,
         reporter: EventReporter,
         observer: Observer,
         leave: LeaveRequest,

@@ -7,7 +7,7 @@ from spes_p2p.messages.samples import Interval
 Slices = tuple[Interval, ...]
 
 
-class AssignedSamples:
+class UntrainedSamples:
     """Follows samples that a phase leaves over to the round that returns them."""
 
     def __init__(self) -> None:

@@ -68,9 +68,7 @@ def make_cells(members: Sequence[Member], reducers: Sequence[int]) -> Cells | No
     regions = _regions(members, reducers)
     if regions is not None:
         return regions
-    if len(members) <= FLAT_MEMBERS:
-        return None
-    if len(reducers) < 2:
+    if len(members) <= FLAT_MEMBERS or len(reducers) < 2:
         return None
     fastest_first = _fastest_first(members, reducers)
     root = min(math.isqrt(len(members)), len(reducers))

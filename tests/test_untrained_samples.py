@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from spes_p2p.messages.samples import Interval
-from spes_p2p.peer.samples import AssignedSamples
+from spes_p2p.peer.samples import UntrainedSamples
 
 REST = (Interval(0, 8, 10),)
 
 
 def test_what_a_phase_leaves_over_is_announced_with_its_work() -> None:
-    samples = AssignedSamples()
+    samples = UntrainedSamples()
     samples.trained(REST)
     assert samples.untrained == ()
     samples.announce()
