@@ -321,7 +321,9 @@ def test_served_rounds_are_those_of_the_log_also_when_a_branch_is_given_up() -> 
 
 def test_rounds_that_move_no_work_serve_nobody_and_rounds_go_on_after_them() -> None:
     work = (Workload(10, ()), Workload(10, ()))
-    parent = replace(commit_after(GENESIS, ("C", "D"), (0, 1)).commit, vouched=(0,), workloads=work)
+    parent = replace(
+        commit_after(GENESIS, ("C", "D"), (0, 1)).commit, vouched=(0,), workloads=work, lost=((1,),), suspected=(1,),
+    )
     services: dict[str, Service] = {}
     add_service(services, parent)
     announcements = {"C": announce(invitation=elector("C")), "D": announce()}
@@ -332,6 +334,7 @@ def test_rounds_that_move_no_work_serve_nobody_and_rounds_go_on_after_them() -> 
         add_service(services, commit)
         assert services == {"C": Service(1), "D": Service(1)}
         assert auditors(commit) == ()
+        assert (commit.lost, commit.suspected) == ((), ())
         for recent in ([commit], [commit, parent], [replace(parent, round=commit.round + 1, parent=commit.id), commit, parent]):
             plan = plan_of(announcements, services, recent)
             assert [member.standing for member in plan.members] == ["vouched", "newcomer"]

@@ -6,6 +6,8 @@ import asyncio
 
 import pytest
 
+from spes_p2p.messages.methods import PUSH
+from spes_p2p.testing.memory_state import Frame
 from spes_p2p.testing.simulate.swarm import VirtualSwarm, campaign
 from spes_p2p.testing.virtual_loop import run_virtual
 
@@ -45,6 +47,29 @@ def test_two_volunteers_gone_and_the_one_who_just_joined_goes_on() -> None:
         swarm.kill("A")
         swarm.kill("B")
         await swarm.until(lambda: swarm.tasks["C"].done())
+
+    run_virtual(main())
+
+
+@pytest.mark.long
+def test_a_swarm_goes_on_when_most_of_it_dies_after_a_round_that_lost_a_reducer() -> None:
+    async def main() -> None:
+        swarm = VirtualSwarm(campaign(total_steps=100, sync={"min_peers": 4, "reform_after_s": 30.0}))
+        swarm.start_all("ABCD")
+
+        def die(frame: Frame) -> Frame:
+            """A dies as soon as it would get an update."""
+            if frame.method == PUSH and frame.receiver == "A" and swarm.nodes["W"].log.round >= 2:
+                swarm.network.tap = None
+                asyncio.get_running_loop().call_soon(swarm.kill, "A")
+            return frame
+
+        swarm.network.tap = die
+        await swarm.until(lambda: bool(swarm.nodes["W"].log.last.lost))
+        for name in "BC":
+            swarm.kill(name)
+        await swarm.until(lambda: swarm.tasks["D"].done())
+        assert swarm.nodes["D"].log.last.term == 1
 
     run_virtual(main())
 

@@ -133,6 +133,8 @@ def rollback_commit(parent: Commit, control: Control, digest: str, step: int) ->
         convicted=(),
         disputed=(),
         drawn=(),
+        suspected=(),
+        withholding=(),
     )
 
 
