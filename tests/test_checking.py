@@ -25,7 +25,7 @@ from spes_p2p.model.layout import Group
 from spes_p2p.net.rpc import RpcEndpoint, Stream
 from spes_p2p.observe.events import ResultsChecked, RoundFailed
 from spes_p2p.peer.kept_inputs import Input
-from spes_p2p.peer.proofs import Proofs
+from spes_p2p.peer.proofs import Proofs, Proven
 from spes_p2p.peer.reducer import EncodedMean, Reducer
 from spes_p2p.rounds.checks import checkers, means_by_reducer
 from spes_p2p.rounds.codecs import CODECS
@@ -132,6 +132,25 @@ def test_a_reducer_that_lies_is_excluded_by_proof_within_three_rounds(lie: Lie, 
         swarm.assert_same_commits()
         swarm.assert_replicas_agree()
         assert {peer for each in checked(swarm) for peer in each.wrong} == {"B"}
+
+    simulate(main)
+
+
+def test_a_proposal_accuses_no_more_reducers_than_a_commit_may_exclude(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise all members would refuse it, in each attempt."""
+    monkeypatch.setattr("spes_p2p.rounds.proposal.MAX_BANNED", 2)
+
+    async def main() -> None:
+        swarm = VirtualSwarm(campaign(total_steps=500))
+        swarm.start_all("ABC")
+        await swarm.until_round(3)
+        proof, _ = proof_of(swarm)
+        proofs = swarm.helper.replica.validity.proofs
+        proofs._held = {peer: Proven(peer, "", replace(proof, part=place), {}) for place, peer in enumerate("CBA")}
+        commit = swarm.nodes["W"].log.last
+        assert [each.peer for each in proofs.accused(commit)] == ["A", "B"]
+        assert [each.peer for each in proofs.accused(replace(commit, excluded=("A",)))] == ["B"]
+        assert proofs.accused(replace(commit, excluded=("A", "X"))) == ()
 
     simulate(main)
 

@@ -95,10 +95,14 @@ class Proofs:
         return next((each.bodies[piece] for each in self._held.values() if each.plan == plan and piece in each.bodies), None)
 
     def accused(self, commit: Commit) -> tuple[Accused, ...]:
-        """Return whom the proposal after this commit excludes."""
+        """Return whom the proposal after this commit excludes: as many as it may."""
         held = (each for each in self._held.values() if self._is_recent(each.proof) and self._counts(each))
         proofs = {each.peer: each.proof.id for each in held}
-        return tuple(Accused(peer, proof) for peer, proof in sorted(proofs.items()) if may_exclude(commit, [peer]))
+        accused: list[Accused] = []
+        for peer, proof in sorted(proofs.items()):
+            if may_exclude(commit, [*(each.peer for each in accused), peer]):
+                accused.append(Accused(peer, proof))
+        return tuple(accused)
 
     async def require(self, proposal: Proposal) -> None:
         """Raise Refused unless there is a proof against each accused peer of a proposal."""
