@@ -365,7 +365,7 @@ def test_moments_and_pending_work_are_rounded_to_8_bits_and_nothing_else_changes
     np.testing.assert_array_equal(from_bf16(to_bf16(exact)), exact)
     for wrong in (
         {"exp_avg/a": values * np.nan}, {"exp_avg_sq/a": -np.abs(values)}, {"exp_avg/a": np.ones(3, np.int64)},
-        {"step/a": np.array(-1.0, np.float32)},
+        {"step/a": np.array(-1.0, np.float32)}, {"exp_avg.codes/a": values, "exp_avg.scales/a": values},
     ):
         with pytest.raises(ValueError, match="no training"):
             read_moments(written(wrong))

@@ -21,6 +21,9 @@ MOST_DRIFT, MOST_SECOND = 8.0, 100.0
 """Bound moments before a phase by those of the phase itself: the mean of m^2 / v, and of v. Honest ones reach 4.7 and 1.4."""
 MOMENTUM = "momentum_buffer"
 """Name of Muon's moment, which begins anew with each phase of an open campaign (`trainer.py`)."""
+KINDS = ("age/", "step/", "exp_avg/", "exp_avg_sq/", f"{MOMENTUM}/")
+"""What names begin with, before a parameter's or a group's. An optimizer with 8-bit moments would also load codes and scales,
+which nothing compares with the phase's own."""
 NAMES_BYTES = 2**22
 """Bounds what names, shapes and step counts take beside the values."""
 
@@ -46,8 +49,9 @@ def read_moments(content: bytes | memoryview) -> dict[str, np.ndarray]:
     for name, values in arrays.items():
         is_count = name.startswith(("age/", "step/"))
         fits = values.dtype == np.float32 or (is_count and values.dtype == np.int64)
+        is_known = name.startswith((*KINDS, PENDING))
         is_positive = not (is_count or name.startswith("exp_avg_sq/")) or bool((values >= 0).all())
-        if not (fits and is_positive and bool(values.shape) is not is_count and np.isfinite(values).all()):
+        if not (is_known and fits and is_positive and bool(values.shape) is not is_count and np.isfinite(values).all()):
             raise ValueError(f"{name}: values that no training has")
     return arrays
 
