@@ -72,3 +72,21 @@ def test_a_relayed_connection_in_use_stays_until_it_is_unused() -> None:
         assert PEER in transport._dialled
 
     asyncio.run(main())
+
+
+def test_addresses_are_known_of_the_peers_that_were_named_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Anybody can have contacts of ever new peers in the registry."""
+    monkeypatch.setattr("spes_p2p.net.transport.KNOWN_PEERS", 8)
+
+    async def main() -> None:
+        transport = await opened(Connected(), DIRECT)
+        for number in range(20):
+            transport.learn_addresses(f"other {number}", [DIRECT])
+            transport.learn_addresses(PEER, [DIRECT])
+        assert [*transport._known] == [*(f"other {number}" for number in range(13, 20)), PEER]
+        assert transport._dialled == {PEER}
+        for number in range(20, 28):
+            transport.learn_addresses(f"other {number}", [DIRECT])
+        assert not transport._dialled | transport._dials.keys()
+
+    asyncio.run(main())

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from spes_p2p.consensus.admission import Service, add_service
 from spes_p2p.messages.admission import Standing
 from spes_p2p.messages.consensus import Commit
+from spes_p2p.messages.fields import MAX_MEMBERS
 from spes_p2p.messages.rounds import Staged
 from spes_p2p.model.layout import Group
 from spes_p2p.net.interfaces import World
@@ -117,6 +118,15 @@ def test_harm_that_is_small_in_each_round_adds_up() -> None:
     assert scores.mean("X").exceeds(SLOW_HARM_NATS)
     assert not scores.mean("A").exceeds(SLOW_HARM_NATS)
     assert not scores.mean("unknown").exceeds(0)
+
+
+def test_a_judge_remembers_as_many_members_as_a_round_can_have() -> None:
+    """Anybody can have an expert judged under ever new names."""
+    scores, harm = Scores(), Effect(0.1, 0.001)
+    for number in range(SLOW_ROUNDS):
+        scores.add({"X": harm} | {f"{number} {i}": harm for i in range(MAX_MEMBERS - 1)})
+    assert len(scores._effects) == MAX_MEMBERS
+    assert scores.mean("X").exceeds(SLOW_HARM_NATS), "whoever is still measured is not forgotten"
 
 
 def commit_of(standings: str, harmful: tuple[str, ...]) -> tuple[Commit, Plan, set[int]]:

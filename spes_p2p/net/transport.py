@@ -23,6 +23,9 @@ PROTOCOL_PREFIX = "/spes/2/"
 """Changes with the framing: a peer of an older one is told that its method is not served."""
 OPEN_TIMEOUT_S = 10.0
 ADDRESSES_EVERY_S = 2.0
+KNOWN_PEERS = 2**14
+"""Bounds the peers whose addresses are known, those named last: anybody can have ever new ones in the registry. Several times
+what a look-up finds, since whoever takes part must not be forgotten for them."""
 
 
 class Libp2pTransport:
@@ -32,6 +35,7 @@ class Libp2pTransport:
         self.daemon = daemon
         self._addresses = addresses
         self._known: dict[str, tuple[str, ...]] = {}
+        """Those named last come last."""
         self._dialled: set[str] = set()
         self._dials: dict[str, asyncio.Lock] = {}
 
@@ -55,9 +59,16 @@ class Libp2pTransport:
     def learn_addresses(self, peer: str, addresses: Iterable[str]) -> None:
         """Remember where to dial a peer; ignore malformed addresses."""
         usable = tuple(address for address in addresses if is_peer_address(address))
-        if usable and usable != self._known.get(peer):
-            self._known[peer] = usable
+        if not usable:
+            return
+        if usable != self._known.pop(peer, None):
             self._dialled.discard(peer)
+        self._known[peer] = usable
+        if len(self._known) > KNOWN_PEERS:
+            forgotten = next(iter(self._known))
+            del self._known[forgotten]
+            self._dialled.discard(forgotten)
+            self._dials.pop(forgotten, None)
 
     def is_relay_of(self, peers: Iterable[str]) -> bool:
         """Return whether one of these peers is dialled through this one."""

@@ -15,6 +15,7 @@ from hashlib import sha256
 import numpy as np
 
 from spes_p2p.messages.consensus import Commit
+from spes_p2p.messages.fields import MAX_MEMBERS
 from spes_p2p.messages.rounds import Staged
 from spes_p2p.model.layout import Group, Layout
 from spes_p2p.rounds.parts import Part
@@ -85,9 +86,13 @@ class Scores:
         self._effects: dict[str, deque[Effect]] = {}
 
     def add(self, effects: Mapping[str, Effect]) -> None:
-        """Add a round's measurements by member."""
+        """Add a round's measurements by member. Those of members that were measured longest ago make room."""
         for peer, effect in effects.items():
-            self._effects.setdefault(peer, deque(maxlen=KEPT_ROUNDS)).append(effect)
+            known = self._effects.pop(peer, None)
+            self._effects[peer] = deque(maxlen=KEPT_ROUNDS) if known is None else known
+            self._effects[peer].append(effect)
+        for peer in list(self._effects)[:-MAX_MEMBERS]:
+            del self._effects[peer]
 
     def mean(self, peer: str) -> Effect:
         """Return the mean effect of a member's experts; (0, inf) below SLOW_ROUNDS measurements."""
