@@ -606,6 +606,29 @@ def test_a_stranger_that_hides_a_reversed_update_as_pending_work_is_convicted(mo
     assert (found.attacked.attackers_convicted, found.attacked.honest_failed) == (1, 0)
 
 
+def test_a_stranger_that_invents_pending_work_in_its_experts_is_convicted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shared weights go wherever the experts lead them that they are trained beside."""
+    keep = KeptMoments.keep
+
+    def keep_invented(self: KeptMoments, round_number: int, trainer: Trainer, base: np.ndarray) -> None:
+        if self._node.peer_id == "X":
+            for expert in trainer.owned:
+                group = trainer.layout.expert(expert)
+                trainer.add(group, np.float32(29.0) * base[group.start : group.stop])
+        keep(self, round_number, trainer, base)
+
+    monkeypatch.setattr(KeptMoments, "keep", keep_invented)
+
+    async def main() -> None:
+        swarm = audited_swarm("XY")
+        swarm.start_all("ABCXY")
+        log = swarm.nodes["W"].log
+        await swarm.until(lambda: "X" in still_convicted(log.recent(log.round)), 200)
+        assert {each.passed for each in audits(swarm, "Y")} == {True}
+
+    simulate(main)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["free-ride", "copy"])
 def test_with_a_real_model_and_peers_of_different_speed_only_the_attacker_fails(kind: AttackKind) -> None:

@@ -294,6 +294,17 @@ def test_after_a_longer_phase_rounding_may_have_left_more_than_a_short_one_moves
     assert not has_passed(compared(1, [invented], 16.0))
 
 
+def test_pending_work_in_experts_beyond_what_rounds_may_have_left_out_fails() -> None:
+    """Shared weights that train beside invented experts go wherever these lead them."""
+    made = np.random.default_rng(0).standard_normal(10**4, np.float32)
+    right = [Replayed(made, made, np.zeros_like(made))]
+    for passes, longer, experts in (
+        (True, 1.0, ()), (True, 1.0, ((4.0, 1.0), (0.0, 0.0))), (False, 1.0, ((5.0, 1.0), (0.0, 0.1))),
+        (True, 4.0, ((5.0, 1.0),)), (True, 1.0, ((5.0, 0.0),)),
+    ):
+        assert has_passed(compared(1, right, longer, experts)) == passes, experts
+
+
 def test_how_much_longer_a_phase_lately_was_follows_from_the_commits() -> None:
     given = {9: {"X": 4}, 8: {"A": 64}, 7: {"X": 32}}
     commits = [SimpleNamespace(members=tuple(each), workloads=[Workload(steps, ()) for steps in each.values()])

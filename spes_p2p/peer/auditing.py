@@ -29,7 +29,7 @@ from spes_p2p.messages.codec import WireError
 from spes_p2p.messages.consensus import Workload
 from spes_p2p.messages.fields import MAX_AUDITS
 from spes_p2p.messages.rounds import Announcement
-from spes_p2p.model.layout import Placed
+from spes_p2p.model.layout import Group, Placed
 from spes_p2p.observe.events import Observer, PhaseAudited
 from spes_p2p.peer.announcing import Capacity
 from spes_p2p.peer.checking import Checking
@@ -444,17 +444,25 @@ class Auditing:
         """Compare the member's update with what the trainer has now. `moments`: what both had before the phase."""
         case, trainer = audit.case, self._replica.trainer
         assert trainer is not None
+
+        def pending_and_made(group: Group, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
+            place = slice(start - group.start, stop - group.start)
+            made = trainer.read(group, place.start, place.stop) - case.base.values[start:stop]
+            pending = moments.get(PENDING + group.name)
+            if pending is None or pending.shape != (group.size,):
+                pending = np.zeros(group.size, np.float32)
+            made -= pending[place]
+            return pending[place], made
+
         parts = []
         for part, body in case.pushed:
-            place = slice(part.start - part.group.start, part.stop - part.group.start)
-            made = trainer.read(part.group, place.start, place.stop) - case.base.values[part.start : part.stop]
-            pending = moments.get(PENDING + part.group.name)
-            if pending is None or pending.shape != (part.group.size,):
-                pending = np.zeros(part.group.size, np.float32)
-            made -= pending[place]
+            pending, made = pending_and_made(part.group, part.start, part.stop)
             sent = part.codec.decode(body, part.size)
-            parts.append(Replayed(sent, made, pending[place], audit.left_out[part.start], part.group.kind))
-        return compared(case.phase.steps, parts, self._longer(case))
+            parts.append(Replayed(sent, made, pending, audit.left_out[part.start], part.group.kind))
+        owned = (self._replica.layout.expert(expert) for expert in case.owned)
+        pairs = (pending_and_made(group, group.start, group.stop) for group in owned)
+        experts = [(float(np.linalg.norm(pending)), float(np.linalg.norm(made))) for pending, made in pairs]
+        return compared(case.phase.steps, parts, self._longer(case), experts)
 
     def _longer(self, case: Case) -> float:
         """Return how many times as many steps the longest phase had that the member was lately given, this one included."""

@@ -21,6 +21,7 @@ from spes_p2p.messages.consensus import Commit, Verdict, Workload
 from spes_p2p.messages.fields import MAX_VERDICTS
 from spes_p2p.messages.rounds import Announcement
 from spes_p2p.model.layout import Kind
+from spes_p2p.rounds.accounting import MAX_PENDING_ROUNDS
 from spes_p2p.rounds.codecs import group_codecs
 from spes_p2p.rounds.planned import Member
 
@@ -39,9 +40,10 @@ Honest ones have 0.979 and 0.99 or more, also in another arithmetic; half of 16 
 LEAST_ROUTER = 0.6, 0.5
 """The same of the router alone, in which arithmetics differ more: honest ones have 0.9 and 0.91."""
 ROUNDING_SHARE, LEFT_OUT_SHARE, LEAST_DIRECTION = 0.5, 2.0, 0.4
-"""Bound the norm of pending work by that of the phase's update, in each part: what rounding leaves, and more for each phase
-that rounds left out; and the cosine of all that was sent with the phase's update. Honest ones have 0.16 and 0.97 where nothing
-was left out. After a longer phase more is pending beside a short one. Pending work is the member's word."""
+"""Bound the norm of pending work by that of the phase's update, in each part, and in all experts together: what rounding
+leaves, and more for each phase that rounds left out; and the cosine of all that was sent with the phase's update. Honest ones
+have 0.16 and 0.97 where nothing was left out. After a longer phase more is pending beside a short one. Pending work is the
+member's word."""
 AUDITORS_SHARE = 10.0
 """An auditor spends at most this many times `sync.audited_share` of its steps on audits, in the long run."""
 NEWCOMERS_SHARE = 4.0
@@ -257,12 +259,16 @@ class Replayed:
     """Of the part's group."""
 
 
-def compared(steps: int, parts: Iterable[Replayed], longer: float = 1.0) -> Score:
+def compared(
+    steps: int, parts: Iterable[Replayed], longer: float = 1.0, experts: Collection[tuple[float, float]] = ()
+) -> Score:
     """Compare a member's update with that of training again. The router apart: beside shared weights any would pass.
 
-    `longer`: how many times as many steps an earlier phase had, of which rounding left something: at least 1.
+    `longer`: how many times as many steps an earlier phase had, of which rounding left something: at least 1. `experts`: norms
+    of each one's pending work before the phase, and of its update by the auditor. No update of shared weights that follows from
+    other experts than its base has is honest.
     """
-    sums, most_pending = {"shared": np.zeros(5), "router": np.zeros(5)}, 0.0
+    sums, most_pending = {"shared": np.zeros(5), "router": np.zeros(5)}, _pending_in_experts(experts, longer)
     for part in parts:
         sent, made = part.sent, part.made
         most_pending = max(most_pending, pending_share(part.pending, made * np.float32(longer), part.left_out))
@@ -294,6 +300,15 @@ def pending_share(pending: np.ndarray, made: np.ndarray, left_out: int) -> float
     """
     norms = float(np.linalg.norm(pending)), float(np.linalg.norm(made))
     return norms[0] / norms[1] - LEFT_OUT_SHARE * left_out if norms[1] else math.inf if norms[0] else 0.0
+
+
+def _pending_in_experts(experts: Collection[tuple[float, float]], longer: float) -> float:
+    """Return `pending_share` of all experts together, where rounds may have left out as much as stays pending.
+
+    0 where none of them was trained: then they moved no other weights either.
+    """
+    before, made = np.array([*experts, (0.0, 0.0)], np.float64).T
+    return pending_share(before, longer * made, MAX_PENDING_ROUNDS) if made.any() else 0.0
 
 
 def worse_of(score: Score) -> tuple[float, float]:
