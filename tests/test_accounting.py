@@ -49,6 +49,8 @@ class Account:
         self.sent: dict[int, tuple[Part, np.ndarray]] = {}
         self.errors: dict[int, np.ndarray] = {}
         """What the codec drops of each of these."""
+        self.is_last = False
+        """Whether the round after the base is a campaign's last."""
 
     def train(self, steps: int) -> None:
         before = self.trainer.local
@@ -59,11 +61,11 @@ class Account:
     def push(self) -> None:
         """What an exchange would send: every part of what is pending, encoded."""
         pending = self.pending()
-        self.ledger.announce(self.trainer, self.base)
+        self.ledger.announce(self.trainer, self.base, self.is_last)
         me = Member("me", self.ledger.announced.tokens, self.ledger.announced.routed, 1.0)
         other = Member("other", 1, (1,) * LAYOUT.num_experts, 1.0)
         self.sent = {}
-        for part in part_table(LAYOUT, (me, other), self.codecs, PART_BYTES):
+        for part in part_table(LAYOUT, (me, other), self.codecs, PART_BYTES, self.is_last):
             if 0 in part.contributors:
                 body = self.ledger.update.get(part.start)
                 values = np.zeros(part.size, np.float32) if body is None else part.codec.decode(body, part.size)
@@ -157,7 +159,7 @@ def test_what_entered_the_base_and_what_is_pending_is_all_that_was_trained(
 ) -> None:
     account = Account(seed, data.draw(OWNED), codec)
     for _ in range(data.draw(st.integers(1, 12))):
-        event = data.draw(st.sampled_from(EVENTS))
+        event, base = data.draw(st.sampled_from(EVENTS)), account.base
         if event in ("round", "partial", "restart", "killed", "dropped", "aborted", "not in it"):
             account.train(data.draw(st.integers(0, 3)))
         if event == "own":
@@ -175,6 +177,8 @@ def test_what_entered_the_base_and_what_is_pending_is_all_that_was_trained(
             if share is not None:
                 chosen = account.rng.random(len(account.sent)) < share
                 account.commit({index for index, is_in in zip(account.sent, chosen, strict=True) if is_in})
+        if not np.array_equal(account.base, base):
+            account.is_last = data.draw(st.booleans())
         account.check()
 
 
@@ -202,6 +206,18 @@ def test_what_the_codec_drops_stays_pending(codec: str, largest: float) -> None:
     account.check()
     residue = np.abs(account.pending()[: LAYOUT.group("shared").stop])
     assert 0 < residue.max() < largest
+
+
+@pytest.mark.parametrize("codec", ["fp16", "int8", "int4", "ternary", "sparse16", "sparse", "sparse64"])
+def test_after_the_last_round_no_codec_leaves_more_than_int4_pending(codec: str) -> None:
+    account, fine = Account(3, (0,), codec), Account(3, (0,), "int4")
+    for each in (account, fine):
+        each.is_last = True
+        each.train(1)
+        each.push()
+        each.commit(set(each.sent))
+        each.check()
+    assert np.abs(account.pending()).max() <= np.abs(fine.pending()).max()
 
 
 class BufferedAccount(Account):

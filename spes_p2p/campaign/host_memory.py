@@ -70,10 +70,10 @@ def host_bytes(
 
 
 def update_bytes(config: CampaignConfig, owned: int) -> int:
-    """Return the bytes of an encoded update of the shared weights and this many experts."""
+    """Return the bytes of an encoded update of the shared weights and this many experts, in the last round the most."""
     layout, codecs = sizes_of(config.model), group_codecs(config.sync.codec)
-    shared = sum(codecs.of(group).encoded_bytes(group.size) for group in layout.groups if group.expert is None)
-    return shared + owned * codecs.experts.encoded_bytes(layout.expert(0).size)
+    groups = [*(group for group in layout.groups if group.expert is None), *[layout.expert(0)] * owned]
+    return sum(codecs.of(group, is_last=True).encoded_bytes(group.size) for group in groups)
 
 
 def trained_bytes(config: CampaignConfig, owned: int) -> int:
@@ -104,10 +104,10 @@ def all_sums_bytes(config: CampaignConfig) -> int:
 def inputs_bytes(config: CampaignConfig) -> int:
     """Return the bytes of the encoded updates behind the sums of one of several identical trainers.
 
-    Each reduces its share of the sums, of updates of all: those of this round and of the last one are kept.
+    Each reduces its share of the sums, of updates of all: those of this round and of the one before are kept.
     """
     codecs = group_codecs(config.sync.codec)
-    return 2 * sum(codecs.of(group).encoded_bytes(group.size) for group in _trained_by_several(config))
+    return 2 * sum(codecs.of(group, is_last=True).encoded_bytes(group.size) for group in _trained_by_several(config))
 
 
 def _trained_by_several(config: CampaignConfig) -> list[Group]:

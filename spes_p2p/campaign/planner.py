@@ -231,13 +231,14 @@ def bootstrap_disk_bytes(config: CampaignConfig, archived: int) -> DiskBytes:
 def _disk_bytes(config: CampaignConfig, kept_rounds: int, archived: int) -> DiskBytes:
     """Return the size of a run-dir without checkpoints."""
     layout = sizes_of(config.model)
-    base, results = 4 * base_size(layout, config.outer), group_codecs(config.sync.codec).encoded_bytes(layout)
+    base, codecs = 4 * base_size(layout, config.outer), group_codecs(config.sync.codec)
+    results = codecs.encoded_bytes(layout)
     return DiskBytes(
         base=(KEPT_SNAPSHOTS + 1) * base,
         download=base + max(base, (MAX_KEPT_ROUNDS - kept_rounds) * results),
         scratch=2 * all_sums_bytes(config) + max(2, config.sync.min_peers) * inputs_bytes(config),
         archive=archived * base,
-        results=(kept_rounds + 1) * results,
+        results=kept_rounds * results + codecs.encoded_bytes(layout, is_last=True),
         checkpoint=0,
     )
 

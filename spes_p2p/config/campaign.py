@@ -143,7 +143,8 @@ class CodecConfig(Section):
     """Codecs of the updates, by kind of weights. One codec name in place of this section sets all three.
 
     What a codec drops stays with the sender and is added to its next update (error feedback). `sparse16`, `sparse` and
-    `sparse64` send one of 16, 32 or 64 values a round: for experts whose owners stay (docs/communication.md).
+    `sparse64` send one of 16, 32 or 64 values a round: for experts whose owners stay (docs/communication.md). In the last round
+    `int4` takes the place of these and of `ternary`.
     """
 
     router: CodecName = Field("none", description="Codec of the router matrices. They are small, and rounding reroutes tokens.")

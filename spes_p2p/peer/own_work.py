@@ -35,10 +35,10 @@ class OwnWork:
         """Set by a restart: a round may include an encoded update that this peer no longer has."""
         self._peer_id, self._layout = peer_id, layout
 
-    def announce(self, base: np.ndarray) -> None:
-        """Take all pending work as the update of the next round."""
+    def announce(self, base: np.ndarray, is_last: bool = False) -> None:
+        """Take all pending work as the update of the next round, which may be the campaign's last."""
         if self.trainer is not None:
-            self.ledger.announce(self.trainer, base)
+            self.ledger.announce(self.trainer, base, is_last)
 
     def validation_loss(self, base: np.ndarray) -> float:
         """Return the held-out loss of the base, without pending work. Called between two steps."""

@@ -35,6 +35,7 @@ from spes_p2p.rounds.codecs import group_codecs
 from spes_p2p.rounds.outer import base_size
 from spes_p2p.rounds.planned import Plan
 from spes_p2p.rounds.results import KEPT_ROUNDS, MAX_KEPT_ROUNDS, Results, replayable_rounds
+from spes_p2p.rounds.schedule import is_last
 from spes_p2p.storage.interfaces import Draft
 from spes_p2p.storage.scratch import memory_scratch
 from spes_p2p.training.checkpoint import Checkpoint
@@ -162,7 +163,9 @@ class Replica:
 
     def announce(self) -> None:
         """Take all pending work as the update of the next round."""
-        self.work.announce(self.base.values)
+        log, base = self.node.log, self.base
+        is_known = log.has(base.commit, base.round)
+        self.work.announce(base.values, is_known and is_last(log.commit_at(base.round), self.node.campaign.config))
 
     def validation_loss(self) -> float:
         """Return the held-out loss of the base. Called between two steps."""

@@ -97,6 +97,8 @@ class Ledger:
         """By kind of weights, at the last commit; empty if it included no update of this peer."""
         self._handed_over: dict[int, np.ndarray] = {}
         self._age: dict[str, int] = {}
+        self._is_last = False
+        """Whether the update is encoded for a campaign's last round."""
         self._is_restored = False
         """Whether the update is the one that was sent before a restart, in a round that is not settled."""
 
@@ -150,21 +152,22 @@ class Ledger:
         losses = (report.loss * report.tokens, report.tokens) if counts else (0.0, 0)
         self._fresh = self._fresh.plus(TrainedTokens(report.routed, report.tokens, *losses))
 
-    def announce(self, trainer: Trainer, base: np.ndarray) -> None:
+    def announce(self, trainer: Trainer, base: np.ndarray, is_last: bool = False) -> None:
         """Freeze all that is pending as the update of the next round, encoded. Call between two steps.
 
-        Changes nothing while the update from before a restart is announced.
+        `is_last`: that round is the campaign's last. Changes nothing while the update from before a restart is announced.
         """
         if self._is_restored:
             return
         announced, self._tokens = self.pending, self._pending_tokens()
         self._fresh, self._losses = self._nothing, (announced.loss_sum, announced.loss_tokens)
-        self._update = {}  # release the file for the next update
+        self._update, self._is_last = {}, is_last  # release the file for the next update
         groups = {group.name for group in self._layout.groups if announced.of(group) and self._contributes(trainer, group)}
         ranges = [each for each, tokens in zip(self._ranges, self._tokens, strict=True) if tokens and each[0].name in groups]
         if not ranges:
             return
-        ends = list(accumulate((self._codecs.of(g).encoded_bytes(stop - start) for g, start, stop in ranges), initial=0))
+        codec_of = partial(self._codecs.of, is_last=is_last)
+        ends = list(accumulate((codec_of(group).encoded_bytes(stop - start) for group, start, stop in ranges), initial=0))
         space = self._scratch("update", -(-ends[-1] // 4)).view(np.uint8)
 
         def encode(each: tuple[tuple[Group, int, int], tuple[int, int]]) -> tuple[int, memoryview]:
@@ -172,7 +175,7 @@ class Ledger:
             values = self._to_announce(trainer, base, group, start - group.start, stop - group.start)
             if not np.isfinite(values).all():
                 return start, memoryview(b"")
-            space[begin:end] = np.frombuffer(self._codecs.of(group).encode(values), np.uint8)
+            space[begin:end] = np.frombuffer(codec_of(group).encode(values), np.uint8)
             return start, space[begin:end].data
 
         self._update = dict(in_threads(encode, zip(ranges, pairwise(ends), strict=True), self._threads))
@@ -274,6 +277,7 @@ class Ledger:
             "losses": np.array(self._losses, np.float64),
             "fresh_tokens": np.array([fresh.tokens, *fresh.routed], np.int64),
             "fresh_losses": np.array([fresh.loss_sum, fresh.loss_tokens], np.float64),
+            "is_last": np.array(self._is_last, np.int64),
             **update,
             **handed_over,
         }
@@ -298,6 +302,7 @@ class Ledger:
             trained, *routed = map(int, arrays["fresh_tokens"])
             loss_sum, loss_tokens = map(float, arrays["fresh_losses"])
             self._fresh = TrainedTokens(tuple(routed), trained, loss_sum, int(loss_tokens))
+            self._is_last = bool(arrays["is_last"])
             self._load_update({int(n.partition(".")[2]): body for n, body in arrays.items() if n.startswith("update.")})
             self.continue_round()
 
@@ -361,7 +366,7 @@ class Ledger:
         dropped = int(tokens.max())
         tokens[:] = 0
         self._age.pop(group.name, None)
-        handed_over, codec = self._handed_over_of(group), self._codecs.of(group)
+        handed_over, codec = self._handed_over_of(group), self._codecs.of(group, self._is_last)
         for _, start, stop in self._ranges[self._places[group.name]]:
             body, first = self._update.pop(start, None), start - group.start
             if not body:

@@ -22,7 +22,7 @@ from spes_p2p.messages.fields import MAX_VERDICTS
 from spes_p2p.messages.rounds import Announcement
 from spes_p2p.model.layout import Kind
 from spes_p2p.rounds.accounting import MAX_PENDING_ROUNDS
-from spes_p2p.rounds.codecs import group_codecs
+from spes_p2p.rounds.codecs import group_codecs, is_coarse
 from spes_p2p.rounds.planned import Member
 
 REPORT_ROUNDS = 8
@@ -53,10 +53,6 @@ WAITING_SHARE = 0.125
 moments that come too late."""
 
 
-MANY = 2**20
-"""Elements for which a codec's bytes tell its bits a value."""
-
-
 def are_audited(config: CampaignConfig) -> bool:
     """Return whether phases are audited: in an open campaign whose updates are what the last phase trained.
 
@@ -64,8 +60,8 @@ def are_audited(config: CampaignConfig) -> bool:
     of a phase pending.
     """
     codecs = group_codecs(config.sync.codec)
-    is_fine = all(2 * codec.encoded_bytes(MANY) >= MANY for codec in (codecs.router, codecs.shared, codecs.experts))
-    return config.admission == "open" and config.sync.audited_share > 0 and not config.sync.overlap and is_fine
+    leaves_much = any(map(is_coarse, (codecs.router, codecs.shared, codecs.experts)))
+    return config.admission == "open" and config.sync.audited_share > 0 and not config.sync.overlap and not leaves_much
 
 
 def auditors(commit: Commit) -> tuple[str, ...]:

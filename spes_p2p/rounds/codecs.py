@@ -129,6 +129,15 @@ CODECS: dict[str, Codec] = {
 """All codecs, by the names that a campaign file uses (`CodecName`)."""
 
 
+MANY = 2**20
+"""Elements for which a codec's bytes tell its bits a value."""
+
+
+def is_coarse(codec: Codec) -> bool:
+    """Return whether a codec sends less than 4 bits a value, and so leaves much of an update for later rounds."""
+    return 2 * codec.encoded_bytes(MANY) < MANY
+
+
 @dataclass(frozen=True)
 class GroupCodecs:
     """The codec of each kind of group."""
@@ -137,13 +146,14 @@ class GroupCodecs:
     shared: Codec
     experts: Codec
 
-    def of(self, group: Group) -> Codec:
-        """Return the codec of a group's parts."""
-        return {"router": self.router, "shared": self.shared, "expert": self.experts}[group.kind]
+    def of(self, group: Group, is_last: bool = False) -> Codec:
+        """Return the codec of a group's parts. After a campaign's last round there is no later one to leave anything for."""
+        codec = {"router": self.router, "shared": self.shared, "expert": self.experts}[group.kind]
+        return CODECS["int4"] if is_last and is_coarse(codec) else codec
 
-    def encoded_bytes(self, layout: Layout) -> int:
+    def encoded_bytes(self, layout: Layout, is_last: bool = False) -> int:
         """Return the encoded size of an update of the whole state."""
-        return sum(self.of(group).encoded_bytes(group.size) for group in layout.groups)
+        return sum(self.of(group, is_last).encoded_bytes(group.size) for group in layout.groups)
 
 
 def group_codecs(config: CodecConfig) -> GroupCodecs:

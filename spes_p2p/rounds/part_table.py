@@ -26,7 +26,7 @@ _by_identity = remembered(4)(PlanMembers)
 
 
 def part_table(
-    layout: Layout, members: tuple[Member, ...], codecs: GroupCodecs, part_bytes: int = PART_BYTES
+    layout: Layout, members: tuple[Member, ...], codecs: GroupCodecs, part_bytes: int = PART_BYTES, is_last: bool = False
 ) -> tuple[Part, ...]:
     """Return every part of a round, ascending. Groups without contributors have no parts: the base keeps their values.
 
@@ -34,12 +34,14 @@ def part_table(
 
     If no member may reduce, there are no parts. Nor are there parts of an expert that only newcomers trained: its base keeps
     its values.
+
+    `is_last`: in a campaign's last round.
     """
-    return table_of(layout, _by_identity(members), codecs, part_bytes)
+    return table_of(layout, _by_identity(members), codecs, part_bytes, is_last)
 
 
 @lru_cache(2)
-def table_of(layout: Layout, plan: PlanMembers, codecs: GroupCodecs, part_bytes: int) -> tuple[Part, ...]:
+def table_of(layout: Layout, plan: PlanMembers, codecs: GroupCodecs, part_bytes: int, is_last: bool) -> tuple[Part, ...]:
     """See `part_table`; the tables of the last two plans are kept."""
     members = plan.members
     reducers = possible_reducers(members)
@@ -50,7 +52,9 @@ def table_of(layout: Layout, plan: PlanMembers, codecs: GroupCodecs, part_bytes:
         (group, start, stop, contributors_of[group])
         for group, start, stop in part_ranges(layout, codecs, part_bytes) if contributors_of[group]
     ]
-    parts = [Part(k, group, a, b, senders, senders[0], codecs.of(group)) for k, (group, a, b, senders) in enumerate(ranges)]
+    parts = [
+        Part(k, group, a, b, senders, senders[0], codecs.of(group, is_last)) for k, (group, a, b, senders) in enumerate(ranges)
+    ]
     cells = make_cells(members, reducers)
     if cells is not None and NO_CELL not in cells.of:
         return Columns(members, cells).table(parts)

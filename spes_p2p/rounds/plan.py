@@ -29,7 +29,7 @@ from spes_p2p.rounds.merge import merge_alpha
 from spes_p2p.rounds.ownership import Owners, assign_experts, guard_experts
 from spes_p2p.rounds.planned import Assignment, Member, Merge, Place, Plan, pacemakers
 from spes_p2p.rounds.regions import regions_of
-from spes_p2p.rounds.schedule import scheduled
+from spes_p2p.rounds.schedule import is_last, scheduled
 
 MAX_TOKENS, MAX_RATE = 2**48, 1e15
 """Bounds of what an honest member can announce; `MAX_RATE` also bounds its loss."""
@@ -171,6 +171,7 @@ def make_plan(
         verdicts=verdicts,
         convicted=convicted_by(verdicts, members, recent),
         drawn=drawn,
+        is_last=is_last(commit, config),
     )
 
 

@@ -124,6 +124,8 @@ class Plan:
     """Members that these and earlier verdicts convict, as indices, ascending."""
     drawn: tuple[str, ...] = ()
     """Peers that the last commit draws for an audit (`audits.drawn_work`), members or not, sorted."""
+    is_last: bool = False
+    """Whether the round is the schedule's last, as far as the last commit tells (`schedule.is_last`)."""
 
     @property
     def id(self) -> str:

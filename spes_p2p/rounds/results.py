@@ -79,7 +79,7 @@ class Results:
         lost: tuple[tuple[int, ...], ...] = (),
     ) -> Results:
         """Return results without any part. `lost`: of each revision. Raises WireError when it is invalid."""
-        results = cls(plan, part_table(layout, plan.members, codecs, part_bytes))
+        results = cls(plan, part_table(layout, plan.members, codecs, part_bytes, plan.is_last))
         for newly_lost in lost:
             results.revise(newly_lost)
         return results

@@ -32,6 +32,12 @@ def is_over(commit: Commit, config: CampaignConfig, control: Control | None) -> 
     return commit.step >= total_steps or is_stopped(commit.control)
 
 
+def is_last(commit: Commit, config: CampaignConfig) -> bool:
+    """Return whether the round after this commit is the schedule's last if its members train a whole phase for it."""
+    training = scheduled(config, commit.control, commit.round + 1).training
+    return commit.step + training.sync_steps >= training.total_steps
+
+
 def last_round(commit: Commit, config: CampaignConfig) -> tuple[TrainingConfig, int]:
     """Return the settings of the phase after this commit, and the number of the campaign's last round as far as it is known.
 
