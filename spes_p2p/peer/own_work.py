@@ -41,11 +41,9 @@ class OwnWork:
             self.ledger.announce(self.trainer, base)
 
     def validation_loss(self, base: np.ndarray) -> float:
-        """Return the held-out loss of the base, without pending work. Called between two steps."""
+        """Return the held-out loss of the base, without pending work and what codecs left of it. Called between two steps."""
         trainer = self.trainer
         assert trainer is not None
-        if not self.ledger.max_pending_tokens:
-            return trainer.validation_loss()
         stashed = self.ledger.stash_pending(trainer, base)
         trainer.load_base(base)
         loss = trainer.validation_loss()
