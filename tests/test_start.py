@@ -131,6 +131,16 @@ def test_experts_are_told_apart_by_the_rule(rule: UpcycleRule, tmp_path: Path) -
     assert state[router.start : router.stop].std() == pytest.approx(deviation, rel=0.2)
 
 
+@pytest.mark.parametrize("name", ["norm", "layers.1.mlp.up_proj", "layers.0.mlp.down_proj"])
+def test_a_dense_checkpoint_with_a_weight_that_is_not_finite_is_refused(name: str, tmp_path: Path) -> None:
+    make_checkpoint("llama", tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    weights[f"model.{name}.weight"].view(-1)[3] = torch.nan
+    save_file(weights, tmp_path / "model.safetensors")
+    with pytest.raises(UserError, match="has weights that are not finite; download it again"):
+        started(tmp_path, 4)
+
+
 def edit_config(folder: Path, **changes: Any) -> None:
     path = folder / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_bytes()), **changes}))
