@@ -215,6 +215,28 @@ def test_random_weights_of_a_family_that_cannot_be_trained_are_refused(tmp_path:
         base_0(files, np.empty(1, np.float32))
 
 
+@pytest.mark.parametrize(("admission", "audited_share", "is_refused"), [
+    ("open", 0.02, True), ("open", 0.0, False), ("friends", 0.02, False),
+])
+def test_a_model_that_draws_random_numbers_in_training_is_refused_where_phases_are_audited(
+    admission: str, audited_share: float, is_refused: bool, tmp_path: Path
+) -> None:
+    make_checkpoint("olmoe", tmp_path)
+    edit_config(tmp_path, attention_dropout=0.1)
+    ended = call("init", str(tmp_path / "made"), "--from", str(tmp_path), "--text", str(TEXT / "train/wordnet.jsonl"))
+    assert ended.code == 0, ended.stderr
+    path = tmp_path / "made/campaign.yaml"
+    fields = yaml.safe_load(path.read_text())
+    path.write_text(yaml.safe_dump({**fields, "admission": admission, "sync": {"audited_share": audited_share}}))
+    files = read_campaign(path)
+    state = np.empty(layout_of(files.campaign.config.model).size, np.float32)
+    if is_refused:
+        with pytest.raises(UserError, match=r"'olmoe' with attention_dropout = 0\.1: training draws random numbers"):
+            base_0(files, state)
+    else:
+        base_0(files, state)
+
+
 def test_a_peers_memory_chooses_the_micro_batch_of_a_campaign_from_a_checkpoint(tmp_path: Path) -> None:
     make_checkpoint("olmoe", tmp_path)
     edit_config(tmp_path, max_position_embeddings=2048)
