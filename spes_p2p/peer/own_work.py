@@ -19,6 +19,7 @@ from spes_p2p.storage.interfaces import Store
 from spes_p2p.storage.scratch import Scratch
 from spes_p2p.training.checkpoint import Checkpoint, take_checkpoint, take_moments
 from spes_p2p.training.interface import Trainer
+from spes_p2p.training.pending import trained_groups
 
 
 class OwnWork:
@@ -45,7 +46,8 @@ class OwnWork:
         trainer = self.trainer
         assert trainer is not None
         stashed = self.ledger.stash_pending(trainer, base)
-        trainer.load_base(base)
+        for group in trained_groups(trainer):  # the others are the base's
+            trainer.write(group, base[group.start : group.stop])
         loss = trainer.validation_loss()
         self.ledger.restore_pending(trainer, stashed)
         return loss
