@@ -329,6 +329,21 @@ def test_no_value_sent_before_a_restart_within_a_phase_is_pending_on_a_base_that
             np.testing.assert_allclose(pending[values != 0], 0, atol=1e-5)
 
 
+@pytest.mark.parametrize("codec", ["int4", "ternary", "sparse"])
+def test_the_held_out_loss_is_the_bases_without_what_the_codec_left_of_this_peers_work(codec: str) -> None:
+    account = Account(4, (0,), codec)
+    account.train(3)
+    account.push()
+    account.commit(set(account.sent))
+    work = OwnWork("me", LAYOUT, account.codecs, memory_scratch, 1)
+    work.trainer, work.ledger = account.trainer, account.ledger
+    of_base = SyntheticTrainer(LAYOUT, account.base, (), TOKENS_PER_STEP, 1.0, 0).validation_loss()
+    left = account.pending()
+    assert account.trainer.validation_loss() != of_base
+    assert work.validation_loss(account.base) == of_base
+    np.testing.assert_allclose(account.pending(), left, atol=1e-6)
+
+
 def test_a_repaired_base_does_not_include_what_was_sent_before_a_restart() -> None:
     work = OwnWork("me", LAYOUT, codecs("none"), memory_scratch, 1)
     work.trainer = SyntheticTrainer(LAYOUT, np.zeros(LAYOUT.size, np.float32), (), TOKENS_PER_STEP, 1.0, 0)

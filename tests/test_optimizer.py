@@ -16,6 +16,7 @@ from spes_p2p.errors import UserError
 from spes_p2p.model.build import build_model, exact_expert, initial_state, layout_of
 from spes_p2p.model.memory import OptimizerKind, Setup, device_bytes
 from spes_p2p.model.partitioned import PartitionedExperts
+from spes_p2p.training import adamw
 from spes_p2p.training.adamw import make_adamw, own_share
 from spes_p2p.training.interface import averaged_peers
 from spes_p2p.training.optimizer import OwnedOptimizer
@@ -368,6 +369,20 @@ def test_moments_of_the_other_kind_are_not_taken_and_the_expert_ramps_up_again()
     fresh.optimizer.load_state(state_of(small.optimizer))
     assert state_of(fresh.optimizer)["age/expert.3"] == 0
     assert "exp_avg/model.layers.0.mlp.experts.3.down_proj" not in state_of(fresh.optimizer)
+
+
+@needs_torchao
+def test_moments_in_float32_take_no_more_memory_than_8_bits_where_these_are_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adamw, "CONVERTED_ELEMENTS", 1024)
+    exact, small, restarted = Training((3,)), Training((3,), kind="adamw8bit"), Training((3,), kind="adamw8bit")
+    for training in (exact, small):
+        training.step()
+    restarted.optimizer.load_state(state_of(exact.optimizer))
+    assert restarted.optimizer.shapes() == small.optimizer.shapes() != exact.optimizer.shapes()
+    expected = exact.optimizer.moments()
+    for name, moment in restarted.optimizer.moments(in_full=True).items():
+        values = moment.dequantize() if hasattr(moment, "codes") else moment
+        torch.testing.assert_close(values, expected[name], rtol=0.1, atol=0.01 * expected[name].abs().max().item())
 
 
 def test_an_optimizer_that_is_not_installed_is_refused_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:

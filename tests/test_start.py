@@ -131,6 +131,16 @@ def test_experts_are_told_apart_by_the_rule(rule: UpcycleRule, tmp_path: Path) -
     assert state[router.start : router.stop].std() == pytest.approx(deviation, rel=0.2)
 
 
+@pytest.mark.parametrize("name", ["norm", "layers.1.mlp.up_proj", "layers.0.mlp.down_proj"])
+def test_a_dense_checkpoint_with_a_weight_that_is_not_finite_is_refused(name: str, tmp_path: Path) -> None:
+    make_checkpoint("llama", tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    weights[f"model.{name}.weight"].view(-1)[3] = torch.nan
+    save_file(weights, tmp_path / "model.safetensors")
+    with pytest.raises(UserError, match="has weights that are not finite; download it again"):
+        started(tmp_path, 4)
+
+
 def edit_config(folder: Path, **changes: Any) -> None:
     path = folder / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_bytes()), **changes}))
@@ -203,6 +213,28 @@ def test_random_weights_of_a_family_that_cannot_be_trained_are_refused(tmp_path:
     files = read_campaign(path)
     with pytest.raises(UserError, match="logits_scaling: its logits are changed after the output head"):
         base_0(files, np.empty(1, np.float32))
+
+
+@pytest.mark.parametrize(("admission", "audited_share", "is_refused"), [
+    ("open", 0.02, True), ("open", 0.0, False), ("friends", 0.02, False),
+])
+def test_a_model_that_draws_random_numbers_in_training_is_refused_where_phases_are_audited(
+    admission: str, audited_share: float, is_refused: bool, tmp_path: Path
+) -> None:
+    make_checkpoint("olmoe", tmp_path)
+    edit_config(tmp_path, attention_dropout=0.1)
+    ended = call("init", str(tmp_path / "made"), "--from", str(tmp_path), "--text", str(TEXT / "train/wordnet.jsonl"))
+    assert ended.code == 0, ended.stderr
+    path = tmp_path / "made/campaign.yaml"
+    fields = yaml.safe_load(path.read_text())
+    path.write_text(yaml.safe_dump({**fields, "admission": admission, "sync": {"audited_share": audited_share}}))
+    files = read_campaign(path)
+    state = np.empty(layout_of(files.campaign.config.model).size, np.float32)
+    if is_refused:
+        with pytest.raises(UserError, match=r"'olmoe' with attention_dropout = 0\.1: training draws random numbers"):
+            base_0(files, state)
+    else:
+        base_0(files, state)
 
 
 def test_a_peers_memory_chooses_the_micro_batch_of_a_campaign_from_a_checkpoint(tmp_path: Path) -> None:

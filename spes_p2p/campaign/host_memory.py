@@ -83,11 +83,9 @@ def trained_bytes(config: CampaignConfig, owned: int) -> int:
 
 
 def set_aside_bytes(config: CampaignConfig, owned: int) -> int:
-    """Return the bytes of pending work where other weights are measured while there is some.
-
-    With `sync.overlap` evaluations do so, in an open campaign whoever judges a round or audits a phase.
-    """
-    evaluates = config.sync.overlap and config.evaluation.every_rounds > 0 and config.data.validation_manifest is not None
+    """Return the bytes of pending work where other weights are measured: by whoever evaluates a base or, in an open campaign,
+    judges a round or audits a phase."""
+    evaluates = config.evaluation.every_rounds > 0 and config.data.validation_manifest is not None
     return trained_bytes(config, owned) if evaluates or config.admission == "open" else 0
 
 

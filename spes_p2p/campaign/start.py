@@ -19,9 +19,10 @@ from spes_p2p.data.tokenizers import END_OF_TEXT, load_tokenizer
 from spes_p2p.errors import UserError, first_line
 from spes_p2p.model.build import initial_state
 from spes_p2p.model.checkpoint import Checkpoint, check_complete, checkpoint_state
-from spes_p2p.model.families import check_family
+from spes_p2p.model.families import check_family, check_repeatable
 from spes_p2p.model.upcycle import FAMILIES, UpcycleRule, check_dense, upcycled_config, upcycled_state
 from spes_p2p.observe.library_bars import library_bars
+from spes_p2p.rounds.audits import are_audited
 
 HUB_NAME = re.compile(r"(?P<name>[\w.-]+/[\w.-]+)(@(?P<revision>[\w.-]+))?")
 HUB_FILES = ["*.json", "*.jinja", "*.safetensors"]
@@ -113,12 +114,16 @@ def cached(checkpoint: str) -> Path | None:
 
 
 def base_0(files: CampaignFiles, out: np.ndarray, checkpoint: Path | None = None) -> None:
-    """Write a campaign's first weights to `out`, float32 `[layout.size]`. Raises UserError if the checkpoint does not fit.
+    """Write a campaign's first weights to `out`, float32 `[layout.size]`.
+
+    Raises UserError if the checkpoint does not fit, or audits do not fit the model.
 
     `checkpoint`: folder of the checkpoint on this machine. Default: what the campaign file names.
     """
     config = files.campaign.config
     check_family(config.model)
+    if are_audited(config):
+        check_repeatable(config.model)
     if config.start is None:
         initial_state(config.model, out)
         return

@@ -11,6 +11,8 @@ SCALED_LOGITS = (
     "logits_scaling", "logit_scale", "final_logit_softcapping", "logits_mup_width_multiplier", "unpadded_vocab_size",
 )
 """Settings by which a family changes its logits after the output head."""
+RANDOM = ("dropout", "jitter")
+"""What the names of settings contain by which a family draws random numbers in training."""
 
 
 def check_family(model: ModelSection) -> None:
@@ -38,3 +40,12 @@ def check_family(model: ModelSection) -> None:
         raise UserError(f"{family} with {changed[0]}: its logits are changed after the output head, which training does not "
                         "support; use another family")
     file_tensors(model)
+
+
+def check_repeatable(model: ModelSection) -> None:
+    """Raise UserError if the family draws random numbers in training: audits compare an update with that of training again."""
+    settings = [(name, value) for module in empty_model(model).modules() for name, value in vars(module).items()]
+    for name, value in settings:
+        if any(part in name for part in RANDOM) and isinstance(value, float) and value > 0:
+            raise UserError(f"model_type = {model.architecture!r} with {name} = {value}: training draws random numbers, so "
+                            "audits of honest peers would fail; set it to 0 in config.json, or sync.audited_share to 0")

@@ -82,10 +82,11 @@ def upcycled_state(model: ModelSection, dense: Checkpoint, rule: UpcycleRule, ou
             out[placed.start : placed.stop] = 0
     for tensor in _dense_tensors(layout, dense):
         dense.copy(tensor, out)
-    if not np.isfinite(out[: layout.group("shared").stop].sum(dtype=np.float64)):
-        raise UserError(f"{dense.folder}: has weights that are not finite; download it again")
-    _draw_routers(layout, out, rule, model.seed, transformers_config(model).initializer_range)
     first = layout.expert(0)
+    for group in (layout.group("shared"), first):
+        if not np.isfinite(out[group.start : group.stop].sum(dtype=np.float64)):
+            raise UserError(f"{dense.folder}: has weights that are not finite; download it again")
+    _draw_routers(layout, out, rule, model.seed, transformers_config(model).initializer_range)
     for expert in range(1, layout.num_experts):
         group = layout.expert(expert)
         out[group.start : group.stop] = out[first.start : first.stop]

@@ -19,6 +19,7 @@ from spes_p2p.storage.interfaces import Store
 from spes_p2p.storage.scratch import Scratch
 from spes_p2p.training.checkpoint import Checkpoint, take_checkpoint, take_moments
 from spes_p2p.training.interface import Trainer
+from spes_p2p.training.pending import trained_groups
 
 
 class OwnWork:
@@ -41,13 +42,12 @@ class OwnWork:
             self.ledger.announce(self.trainer, base, is_last)
 
     def validation_loss(self, base: np.ndarray) -> float:
-        """Return the held-out loss of the base, without pending work. Called between two steps."""
+        """Return the held-out loss of the base, without pending work and what codecs left of it. Called between two steps."""
         trainer = self.trainer
         assert trainer is not None
-        if not self.ledger.max_pending_tokens:
-            return trainer.validation_loss()
         stashed = self.ledger.stash_pending(trainer, base)
-        trainer.load_base(base)
+        for group in trained_groups(trainer):  # the others are the base's
+            trainer.write(group, base[group.start : group.stop])
         loss = trainer.validation_loss()
         self.ledger.restore_pending(trainer, stashed)
         return loss

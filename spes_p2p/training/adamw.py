@@ -18,6 +18,8 @@ from spes_p2p.model.memory import OptimizerKind
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 CODES, SCALES = ".codes", ".scales"
+CONVERTED_ELEMENTS = 2**20
+"""Elements that are converted to 8 bits at a time, which takes several times their memory; a multiple of torchao's blocks."""
 
 Arrays = dict[str, npt.NDArray[Any]]
 
@@ -148,20 +150,37 @@ class AdamW8bit(AdamW):
 
     def _moment(self, parameter: nn.Parameter, key: str, arrays: Arrays, device: torch.device) -> Tensor | None:
         codes, scales = arrays.get(key + CODES), arrays.get(key + SCALES)
+        restored: Any
         if codes is None or scales is None:
-            return super()._moment(parameter, key, arrays, device)
-        if codes.shape != tuple(parameter.shape) or codes.size % max(1, scales.size):
+            moment = super()._moment(parameter, key, arrays, device)
+            restored = moment if moment is None else self._in_8_bits(moment, key == "exp_avg")
+        elif codes.shape != tuple(parameter.shape) or codes.size % max(1, scales.size):
             return None
-        states = importlib.import_module("torchao.optim.subclass_8bit").OptimState8bit
-        moment: Any = states.zeros(
-            codes.shape, key == "exp_avg", codes.size // scales.size, device, parameter.dtype
-        )
-        moment.codes.copy_(torch.from_numpy(np.array(codes)))
-        moment.scale.copy_(torch.from_numpy(np.array(scales)))
+        else:
+            restored = _zeros(codes.shape, key == "exp_avg", codes.size // scales.size, device)
+            restored.codes.copy_(torch.from_numpy(np.array(codes)))
+            restored.scale.copy_(torch.from_numpy(np.array(scales)))
         if key == "exp_avg_sq":
-            _round_zeros_up(moment)
-        restored: Tensor = moment
-        return restored
+            _round_zeros_up(restored)
+        return restored  # type: ignore[no-any-return]
+
+    def _in_8_bits(self, moment: Tensor, is_signed: bool) -> Any:
+        """Return a moment of a trainer with float32 moments as this optimizer keeps it: its memory was planned for that."""
+        kept: Any = self.torch_optimizer._new_buffer(moment, is_signed)  # type: ignore[attr-defined]
+        if not hasattr(kept, "codes"):
+            return moment
+        block, values = kept.block_size, moment.view(-1)
+        for start in range(0, len(values), CONVERTED_ELEMENTS):
+            piece = values[start : start + CONVERTED_ELEMENTS]
+            converted = _zeros(piece.shape, is_signed, block, moment.device).copy_(piece)
+            kept.codes.view(-1)[start : start + len(piece)] = converted.codes
+            kept.scale[start // block : (start + len(piece)) // block] = converted.scale
+        return kept
+
+
+def _zeros(shape: tuple[int, ...], is_signed: bool, block: int, device: torch.device) -> Any:
+    """Return an 8-bit moment of zeros with one scale per `block` values."""
+    return importlib.import_module("torchao.optim.subclass_8bit").OptimState8bit.zeros(shape, is_signed, block, device)
 
 
 def _round_zeros_up(second: Any) -> None:
