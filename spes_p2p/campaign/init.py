@@ -57,7 +57,7 @@ QUESTIONS: dict[str, tuple[str, str | None]] = {
 
 
 def make_campaign(answers: Answers, on_progress: Callable[[Progress], None] = lambda progress: None) -> CampaignFiles:
-    """Write the campaign folder. On UserError the folder is left as it was."""
+    """Write the campaign folder. Raises UserError; then, and at Ctrl-C, the folder is left as it was."""
     check_answers(answers)
     folder, new = answers.folder, not answers.folder.exists()
     try:
@@ -91,9 +91,9 @@ def make_campaign(answers: Answers, on_progress: Callable[[Progress], None] = la
             made = read_campaign(folder / CAMPAIGN_YAML)
         _warn_of_passes(answers, made.campaign.config.training, tokens)
         return made
-    except (UserError, OSError) as error:
+    except BaseException as error:
         _remove(folder, new)
-        if isinstance(error, UserError):
+        if not isinstance(error, OSError):
             raise
         raise UserError(f"{folder}: cannot be written ({error.strerror}); choose another folder") from None
 
