@@ -429,6 +429,7 @@ BAD_COMMANDS: dict[str, tuple[Callable[[Place], list[str]], tuple[str, ...]]] = 
     "plan too little memory": (lambda p: plan(p, "1kB"), ("too small for even the shared weights", "nearest that fits")),
     "plan bandwidth": (lambda p: plan(p, "24GiB", "--bandwidth", "fast"), ("--bandwidth 'fast'", "100mbit")),
     "plan GPUs": (lambda p: plan(p, "24GiB", "--gpus", "3"), ("--gpus 3: 3 devices cannot divide", "give this many")),
+    "plan speed": (lambda p: plan(p, "24GiB", "--tokens-per-second", "1e308"), ("--tokens-per-second", "less than or equal")),
     "plan peers": (lambda p: plan(p, "24GiB", "--peers", "0"), ("--peers 0",)),
     "simulate neither": (lambda p: ["simulate"], ("either --virtual or --processes",)),
     "simulate both": (lambda p: ["simulate", "--virtual", "--processes"], ("either --virtual or --processes",)),
