@@ -21,6 +21,7 @@ from sample_text import TEXT
 
 from spes_p2p import __version__
 from spes_p2p.cli import make_app, terminal
+from spes_p2p.client.local_swarm import only_swarm_in
 from spes_p2p.errors import Broken
 from spes_p2p.messages.methods import PROTOCOL_VERSION
 from spes_p2p.net.identity import RSAIdentity
@@ -131,6 +132,14 @@ def test_text_shorter_than_one_sample_is_refused(place: Place) -> None:
     config = write_variant(place.campaign, "short.yaml", data={"manifest": str(data / "manifest.json")})
     arguments = ["bootstrap", "--config", str(config), "--run-dir", place.output]
     assert_refused(place.folder, arguments, "no token file holds a whole sample of 64 tokens")
+
+
+def test_a_second_swarm_in_a_folder_is_refused(place: Place) -> None:
+    folder = place.folder / "swarm"
+    folder.mkdir()
+    with only_swarm_in(folder):
+        arguments = ["swarm", "--config", str(place.campaign), "--peers", "2", "--run-dir", str(folder)]
+        assert_refused(place.folder, arguments, "another swarm runs in this folder; stop it, or choose another --run-dir")
 
 
 def test_a_swarm_checks_its_token_files_before_it_starts(place: Place) -> None:

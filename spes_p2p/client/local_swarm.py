@@ -6,6 +6,8 @@ Slow imports are inside functions, so that the peers start before them.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import fcntl
 import json
 import math
 import os
@@ -13,13 +15,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import psutil
 
-from spes_p2p.campaign.files import read_campaign
+from spes_p2p.campaign.files import CampaignFiles, read_campaign
 from spes_p2p.data.local_files import check_local
 from spes_p2p.errors import UserError
 from spes_p2p.messages.admission import Role
@@ -82,6 +84,28 @@ async def run_swarm(
         run_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"{run_dir}: cannot be a run-dir ({error.strerror}); choose another --run-dir") from None
+    with only_swarm_in(run_dir):
+        return await _run(config_path, files, peers, run_dir, rounds, on_started)
+
+
+@contextlib.contextmanager
+def only_swarm_in(run_dir: Path) -> Iterator[None]:
+    """Hold the folder as long as its peers run. Raises UserError if another swarm runs in it."""
+    held = os.open(run_dir, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"{run_dir}: another swarm runs in this folder; stop it, or choose another --run-dir") from None
+        yield
+    finally:
+        os.close(held)
+
+
+async def _run(
+    config_path: Path, files: CampaignFiles, peers: int, run_dir: Path, rounds: int | None, on_started: Callable[[], None]
+) -> Summary:
+    needed = files.campaign.config.sync.min_peers
     started = time.monotonic()
     processes: dict[str, subprocess.Popen[bytes]] = {}
     stopped = asyncio.Event()
