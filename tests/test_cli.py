@@ -21,10 +21,10 @@ from sample_text import TEXT
 
 from spes_p2p import __version__
 from spes_p2p.cli import make_app, terminal
-from spes_p2p.client.local_swarm import only_swarm_in
 from spes_p2p.errors import Broken
 from spes_p2p.messages.methods import PROTOCOL_VERSION
 from spes_p2p.net.identity import RSAIdentity
+from spes_p2p.storage.files import alone_in
 
 NOBODY = "/ip4/127.0.0.1/tcp/9/p2p/QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
 SOMEBODY = NOBODY.rpartition("/")[2]
@@ -137,9 +137,9 @@ def test_text_shorter_than_one_sample_is_refused(place: Place) -> None:
 def test_a_second_swarm_in_a_folder_is_refused(place: Place) -> None:
     folder = place.folder / "swarm"
     folder.mkdir()
-    with only_swarm_in(folder):
+    with alone_in(folder, ""):
         arguments = ["swarm", "--config", str(place.campaign), "--peers", "2", "--run-dir", str(folder)]
-        assert_refused(place.folder, arguments, "another swarm runs in this folder; stop it, or choose another --run-dir")
+        assert_refused(place.folder, arguments, "another command works in this folder; stop the swarm")
 
 
 def test_a_swarm_checks_its_token_files_before_it_starts(place: Place) -> None:

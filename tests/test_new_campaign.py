@@ -24,6 +24,7 @@ from spes_p2p.config.campaign import CodecConfig, parse_campaign_config
 from spes_p2p.config.quantities import parse_bits_per_second
 from spes_p2p.data.manifest import read_manifest
 from spes_p2p.errors import UserError
+from spes_p2p.storage.files import alone_in
 
 WORDNET = str(TEXT / "train/wordnet.jsonl")
 HELD_OUT = str(TEXT / "held_out/wordnet.jsonl")
@@ -179,6 +180,13 @@ def test_ctrl_c_leaves_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     with pytest.raises(KeyboardInterrupt):
         make_campaign(Answers(tmp_path / "c", "c", "tiny", (Path(WORDNET),), (), Path(TOKENIZER), 2, 1.0))
     assert not (tmp_path / "c").exists()
+
+
+def test_a_second_init_in_a_folder_leaves_it_to_the_first(tmp_path: Path) -> None:
+    answers = Answers(tmp_path, "c", "tiny", (Path(WORDNET),), (), Path(TOKENIZER), 2, 1.0)
+    with alone_in(tmp_path, ""), pytest.raises(UserError, match="another command works in this folder; wait for it, or choose"):
+        make_campaign(answers)
+    assert not any(tmp_path.iterdir())
 
 
 def test_a_name_that_looks_like_a_number_or_a_date_is_a_name(tmp_path: Path) -> None:

@@ -6,8 +6,6 @@ Slow imports are inside functions, so that the peers start before them.
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import fcntl
 import json
 import math
 import os
@@ -15,7 +13,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -33,6 +31,7 @@ from spes_p2p.observe.plot import plot_loss
 from spes_p2p.observe.table import SwarmView
 from spes_p2p.observe.units import counted, human_bytes, human_loss
 from spes_p2p.session.run_dir import ADDRESS_FILE
+from spes_p2p.storage.files import alone_in
 
 BOOTSTRAP = "bootstrap"
 LOOPBACK = "/ip4/127.0.0.1/tcp/0"
@@ -84,22 +83,8 @@ async def run_swarm(
         run_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"{run_dir}: cannot be a run-dir ({error.strerror}); choose another --run-dir") from None
-    with only_swarm_in(run_dir):
+    with alone_in(run_dir, "stop the swarm that runs there, or choose another --run-dir"):
         return await _run(config_path, files, peers, run_dir, rounds, on_started)
-
-
-@contextlib.contextmanager
-def only_swarm_in(run_dir: Path) -> Iterator[None]:
-    """Hold the folder as long as its peers run. Raises UserError if another swarm runs in it."""
-    held = os.open(run_dir, os.O_RDONLY)
-    try:
-        try:
-            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(f"{run_dir}: another swarm runs in this folder; stop it, or choose another --run-dir") from None
-        yield
-    finally:
-        os.close(held)
 
 
 async def _run(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import fcntl
 import os
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from spes_p2p.errors import UserError
@@ -30,6 +31,22 @@ def require_place(file: Path, option: str) -> None:
     if not os.path.lexists(file.parent):
         raise UserError(f"{option} {file}: there is no folder {file.parent}; make it first, or choose another one")
     require_writable(file.parent)
+
+
+@contextmanager
+def alone_in(folder: Path, advice: str) -> Iterator[None]:
+    """Hold a folder while a command works in it. Raises UserError with this advice if another command does."""
+    held = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"{folder}: another command works in this folder; {advice}") from None
+        except OSError:
+            pass  # a file system without such locks
+        yield
+    finally:
+        os.close(held)
 
 
 def mark_in_use(descriptor: int) -> None:
