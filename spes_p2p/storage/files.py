@@ -58,7 +58,7 @@ def mark_in_use(descriptor: int) -> None:
 def write_whole(path: Path, content: bytes, mode: int = 0o666) -> None:
     """Write a file atomically and durably: to a temporary name of this process, fsync, rename. `mode` is subject to the umask.
 
-    Raises UserError where there is something other than a file. An OSError names the file, and nothing is left of it.
+    Raises UserError where there is something other than a file. An OSError names the file. Nothing is left of a failure.
     """
     if path.exists() and not path.is_file():
         raise UserError(f"{path}: is no regular file; name a file")
@@ -73,6 +73,8 @@ def write_whole(path: Path, content: bytes, mode: int = 0o666) -> None:
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
-    except OSError as error:
+    except BaseException as error:  # Ctrl-C too
         temporary.unlink(missing_ok=True)
+        if not isinstance(error, OSError):
+            raise
         raise OSError(error.errno, error.strerror, str(path)) from None
