@@ -399,7 +399,7 @@ BAD_COMMANDS: dict[str, tuple[Callable[[Place], list[str]], tuple[str, ...]]] = 
     "export of two": (
         lambda p: ["export", "--run-dir", str(p.folder), "--from", NOBODY, "--output", p.output], ("give either --run-dir",)
     ),
-    "export from nobody": (lambda p: ["export", "--from", NOBODY, "--output", p.output], ("no peer answers at", NOBODY)),
+    "export from nobody": (lambda p: ["export", "--from", NOBODY, "--output", f"{p.output}/x"], ("no peer answers at", NOBODY)),
     "export from nonsense": (lambda p: ["export", "--from", "x", "--output", p.output], ("not the address of a peer",)),
     "export over something": (
         lambda p: ["export", "--from", NOBODY, "--output", str(p.folder)], ("already exists; name another output",)
