@@ -24,6 +24,7 @@ from spes_p2p.cli import make_app, terminal
 from spes_p2p.errors import Broken
 from spes_p2p.messages.methods import PROTOCOL_VERSION
 from spes_p2p.net.identity import RSAIdentity
+from spes_p2p.storage.files import alone_in
 
 NOBODY = "/ip4/127.0.0.1/tcp/9/p2p/QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
 SOMEBODY = NOBODY.rpartition("/")[2]
@@ -131,6 +132,14 @@ def test_text_shorter_than_one_sample_is_refused(place: Place) -> None:
     config = write_variant(place.campaign, "short.yaml", data={"manifest": str(data / "manifest.json")})
     arguments = ["bootstrap", "--config", str(config), "--run-dir", place.output]
     assert_refused(place.folder, arguments, "no token file holds a whole sample of 64 tokens")
+
+
+def test_a_second_swarm_in_a_folder_is_refused(place: Place) -> None:
+    folder = place.folder / "swarm"
+    folder.mkdir()
+    with alone_in(folder, ""):
+        arguments = ["swarm", "--config", str(place.campaign), "--peers", "2", "--run-dir", str(folder)]
+        assert_refused(place.folder, arguments, "another command works in this folder; stop the swarm")
 
 
 def test_a_swarm_checks_its_token_files_before_it_starts(place: Place) -> None:
@@ -390,7 +399,7 @@ BAD_COMMANDS: dict[str, tuple[Callable[[Place], list[str]], tuple[str, ...]]] = 
     "export of two": (
         lambda p: ["export", "--run-dir", str(p.folder), "--from", NOBODY, "--output", p.output], ("give either --run-dir",)
     ),
-    "export from nobody": (lambda p: ["export", "--from", NOBODY, "--output", p.output], ("no peer answers at", NOBODY)),
+    "export from nobody": (lambda p: ["export", "--from", NOBODY, "--output", f"{p.output}/x"], ("no peer answers at", NOBODY)),
     "export from nonsense": (lambda p: ["export", "--from", "x", "--output", p.output], ("not the address of a peer",)),
     "export over something": (
         lambda p: ["export", "--from", NOBODY, "--output", str(p.folder)], ("already exists; name another output",)
@@ -429,6 +438,7 @@ BAD_COMMANDS: dict[str, tuple[Callable[[Place], list[str]], tuple[str, ...]]] = 
     "plan too little memory": (lambda p: plan(p, "1kB"), ("too small for even the shared weights", "nearest that fits")),
     "plan bandwidth": (lambda p: plan(p, "24GiB", "--bandwidth", "fast"), ("--bandwidth 'fast'", "100mbit")),
     "plan GPUs": (lambda p: plan(p, "24GiB", "--gpus", "3"), ("--gpus 3: 3 devices cannot divide", "give this many")),
+    "plan speed": (lambda p: plan(p, "24GiB", "--tokens-per-second", "1e308"), ("--tokens-per-second", "less than or equal")),
     "plan peers": (lambda p: plan(p, "24GiB", "--peers", "0"), ("--peers 0",)),
     "simulate neither": (lambda p: ["simulate"], ("either --virtual or --processes",)),
     "simulate both": (lambda p: ["simulate", "--virtual", "--processes"], ("either --virtual or --processes",)),

@@ -146,6 +146,11 @@ BAD_FILES = [
     (GOOD, "- a\n- b\n", "FILE: a campaign file is a mapping of fields to values, but this file is a list"),
     (GOOD, "hello", "FILE: a campaign file is a mapping of fields to values, but this file is a single value"),
     (GOOD, "a: \x07", "FILE: not valid YAML (special characters are not allowed); check indentation and colons"),
+    ("learning_rate: 3e-3", "learning_rate: 2024-13-45",
+     "FILE, line 17: training.learning_rate = '2024-13-45': must be a number"),
+    ("learning_rate: 3e-3", "learning_rate: !!int x",
+     "FILE: has a value that cannot be read (invalid literal for int() with base 10: 'x'); correct it"),
+    (GOOD, "[" * 5000, "FILE: has a value that cannot be read (maximum recursion depth exceeded); correct it"),
 ]
 
 

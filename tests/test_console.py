@@ -486,6 +486,7 @@ def test_a_trainer_that_goes_says_what_came_of_its_work_and_how_to_go_on() -> No
     start_again = "left · to continue, start it again with --run-dir runs/b"
     assert farewell_of_bootstrap(left, Path("runs/b")) == start_again
     assert farewell_of_bootstrap(left, Path("runs/b"), Path("my.key")) == f"{start_again} --identity my.key"
+    assert farewell(done, records, Path("my runs/peer")).endswith("export --run-dir 'my runs/peer' --output checkpoint")
     take = f"{work} · export it: spes-p2p export --run-dir runs/peer --output checkpoint"
     assert farewell(done, records, Path("runs/peer")) == f"the campaign is done · {take}"
     assert farewell(stopped, records, Path("runs/peer")) == f"the campaign was stopped by its owner · {take}"

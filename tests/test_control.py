@@ -763,7 +763,7 @@ def test_an_order_keeps_what_was_ordered_before() -> None:
         assert (training.learning_rate, training.total_steps) == expected
 
 
-def test_an_order_follows_one_that_is_not_decided_yet_unless_that_rolls_back() -> None:
+def test_an_order_follows_one_that_is_not_decided_yet_unless_that_rolls_back_to_a_base_that_somebody_keeps() -> None:
     async def main() -> None:
         swarm = VirtualSwarm(campaign())
         identity, config = SimulatedIdentity("visitor"), swarm.campaign.config
@@ -776,6 +776,9 @@ def test_an_order_follows_one_that_is_not_decided_yet_unless_that_rolls_back() -
         assert parse_order(["resume"])(seen(stopped)).number == 3
         with pytest.raises(UserError, match="the rollback to round 4 is still pending"):
             seen(record(swarm, 2, rollback=4))
+        waits = seen(record(swarm, 2, rollback=3))
+        paused = parse_order(["pause"])(waits)
+        assert (paused.number, paused.rollback, revoked(paused, waits)) == (3, -1, "order 2 (rolled back to round 3)")
         with pytest.raises(UserError, match="stopped permanently"):
             seen(stopped, stopped)
 

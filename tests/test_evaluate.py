@@ -271,8 +271,7 @@ def change_norm(folder: Path, change: Callable[[torch.Tensor], torch.Tensor]) ->
 
 def load(folder: Path) -> None:
     check_checkpoint(folder)
-    load_model(folder, "cpu", None)
-    load_tokenizer(folder)
+    load_tokenizer(folder, load_model(folder, "cpu", None))
 
 
 @pytest.mark.parametrize("said", HARMS)

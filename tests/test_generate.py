@@ -16,6 +16,7 @@ import pytest
 import torch
 from checkpoints import make_checkpoint
 from network_swarm import call
+from sample_text import TEXT
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from spes_p2p.client import generate
@@ -65,6 +66,13 @@ def test_a_continuation_ends_with_the_context_and_a_prompt_that_fills_it_is_refu
         written(continuation, "", 5)
     with pytest.raises(UserError, match="the prompt is not UTF-8"):
         written(continuation, b"caf\xe9".decode(errors="surrogateescape"), 5)
+
+
+def test_the_tokenizer_of_a_model_with_more_ids_is_refused(checkpoint: Path, tmp_path: Path) -> None:
+    shutil.copytree(checkpoint, tmp_path / "mixed")
+    shutil.copy(TEXT / "tokenizer.json", tmp_path / "mixed")
+    with pytest.raises(UserError, match="mixed: its tokenizer has 4096 ids, the model only 512; they do not belong together"):
+        Continuation(tmp_path / "mixed", "cpu")
 
 
 def test_control_characters_do_not_reach_the_terminal(checkpoint: Path) -> None:

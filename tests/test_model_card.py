@@ -14,6 +14,7 @@ import huggingface_hub
 import pytest
 import yaml
 from aiohttp import web
+from network_swarm import call
 from synthetic_swarm import synthetic_swarm
 
 from spes_p2p.client.export import push_to_hub
@@ -218,7 +219,6 @@ def test_a_refusal_of_the_hub_is_one_line(hub: LocalHub, tmp_path: Path) -> None
         push_to_hub(tmp_path, "owners/model", private=False)
 
 
-def test_a_name_that_cannot_be_is_refused_before_anything_is_sent(hub: LocalHub, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="give OWNER/NAME"):
-        push_to_hub(tmp_path, "a/b/c", private=False)
-    assert hub.created == []
+def test_a_repository_that_cannot_be_is_refused_before_anything_is_read(tmp_path: Path) -> None:
+    ended = call("export", "--run-dir", str(tmp_path), "--output", str(tmp_path / "out"), "--push-to", "a/b/c")
+    assert (ended.code, ended.stderr) == (2, "error: --push-to 'a/b/c': not a repository name; give OWNER/NAME\n")

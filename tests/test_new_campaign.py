@@ -14,7 +14,7 @@ from network_swarm import LOOPBACK, LocalPeers, call
 from sample_text import CONFIGS, TEXT
 
 from spes_p2p.campaign import init
-from spes_p2p.campaign.answers import OUTER_FROM_STEPS, SIZES, Answers, make_schedule
+from spes_p2p.campaign.answers import OUTER_FROM_STEPS, SIZES, Answers, TextSource, make_schedule
 from spes_p2p.campaign.campaign_yaml import campaign_yaml
 from spes_p2p.campaign.init import ask, make_campaign
 from spes_p2p.campaign.lines import Pace
@@ -24,6 +24,7 @@ from spes_p2p.config.campaign import CodecConfig, parse_campaign_config
 from spes_p2p.config.quantities import parse_bits_per_second
 from spes_p2p.data.manifest import read_manifest
 from spes_p2p.errors import UserError
+from spes_p2p.storage.files import alone_in
 
 WORDNET = str(TEXT / "train/wordnet.jsonl")
 HELD_OUT = str(TEXT / "held_out/wordnet.jsonl")
@@ -169,6 +170,32 @@ def test_a_disk_that_is_full_once_the_tokenizer_is_trained_is_one_line_and_leave
     with pytest.raises(UserError, match=r"/c: cannot be written \(No space left on device\); choose another folder$"):
         make_campaign(Answers(tmp_path / "c", "c", "tiny", (Path(WORDNET),), (), 300, 2, 1.0))
     assert not (tmp_path / "c").exists()
+
+
+def test_ctrl_c_leaves_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def interrupted(*inputs: object, **options: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(init, "tokenize", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        make_campaign(Answers(tmp_path / "c", "c", "tiny", (Path(WORDNET),), (), Path(TOKENIZER), 2, 1.0))
+    assert not (tmp_path / "c").exists()
+
+
+def test_a_second_init_in_a_folder_leaves_it_to_the_first(tmp_path: Path) -> None:
+    answers = Answers(tmp_path, "c", "tiny", (Path(WORDNET),), (), Path(TOKENIZER), 2, 1.0)
+    with alone_in(tmp_path, ""), pytest.raises(UserError, match="another command works in this folder; wait for it, or choose"):
+        make_campaign(answers)
+    assert not any(tmp_path.iterdir())
+
+
+def test_a_name_that_looks_like_a_number_or_a_date_is_a_name(tmp_path: Path) -> None:
+    for name in ("2024", "2024-01-01", "1e3", "null"):
+        made = make_campaign(Answers(
+            tmp_path / name, name, "tiny", (Path(WORDNET),), (), Path(TOKENIZER), 2, 1.0,
+            sources=(TextSource(name, 1.0, (Path(WORDNET),)),),
+        ))
+        assert made.campaign.config.name == made.campaign.config.data.train[0].name == name
 
 
 def test_files_that_a_shell_lists_after_an_option_need_the_option_again(tmp_path: Path) -> None:

@@ -123,11 +123,13 @@ def test_orders_touch_no_folder_but_a_trainers_and_no_file_but_their_own(tmp_pat
 
 
 def test_a_pause_while_no_trainer_runs_says_that_it_holds_for_the_next_one(tmp_path: Path) -> None:
-    (tmp_path / "own_state.json").touch()
-    ended = call("pause", str(tmp_path))
-    later = f"the next one starts paused, until spes-p2p resume {tmp_path}"
-    assert (ended.code, ended.stdout) == (0, f"no trainer runs with {tmp_path} now; {later}\n")
-    assert (tmp_path / "pause").exists()
+    run_dir = tmp_path / "my peer"
+    run_dir.mkdir()
+    (run_dir / "own_state.json").touch()
+    ended = call("pause", str(run_dir))
+    later = f"the next one starts paused, until spes-p2p resume '{run_dir}'"
+    assert (ended.code, ended.stdout) == (0, f"no trainer runs with {run_dir} now; {later}\n")
+    assert (run_dir / "pause").exists()
 
 
 def test_a_link_in_the_run_dir_leads_to_no_other_file_of_the_user(tmp_path: Path) -> None:

@@ -452,6 +452,13 @@ def test_a_whole_file_replaces_no_device_and_leaves_nothing_of_a_failure(
     with pytest.raises(OSError, match="No space left") as failed:
         write_whole(page, b"new")
     assert failed.value.filename == str(page)
+
+    def interrupted(descriptor: int) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "fsync", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        write_whole(page, b"new")
     assert sorted(tmp_path.iterdir()) == [page, pipe]
     assert page.read_bytes() == b"old"
 

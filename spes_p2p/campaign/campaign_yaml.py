@@ -30,7 +30,7 @@ def campaign_yaml(answers: Answers, vocab_size: int, tokens: int) -> str:
     held_out = f"{TOKENS_FOLDER}/{HELD_OUT}{MANIFEST_NAME}"
     return _TEMPLATE.format(
         schema_version=SCHEMA_VERSION,
-        name=answers.name,
+        name=json.dumps(answers.name),
         admission=answers.admission,
         model=_model_yaml(answers, vocab_size),
         merge=_merge_yaml(answers, schedule),
@@ -70,7 +70,7 @@ def _training_text_yaml(answers: Answers) -> str:
     lines = [f"train:  # the training text, with each source's share of the samples: {served}"]
     for source in answers.sources:
         manifest = f"{TOKENS_FOLDER}/{source_prefix(source.name)}{MANIFEST_NAME}"
-        lines.append(f"    - {{name: {source.name}, weight: {source.weight:g}, manifest: {manifest}}}")
+        lines.append(f"    - {{name: {json.dumps(source.name)}, weight: {source.weight:g}, manifest: {manifest}}}")
     return "\n".join(lines)
 
 

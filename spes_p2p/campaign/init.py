@@ -27,7 +27,7 @@ from spes_p2p.data.tokenizers import END_OF_TEXT, check_tokenizer, train_tokeniz
 from spes_p2p.data.tokenizing import Progress, tokenize
 from spes_p2p.errors import UserError
 from spes_p2p.messages.fields import MAX_EXPERTS, MAX_MEMBERS
-from spes_p2p.storage.files import require_writable, write_whole
+from spes_p2p.storage.files import alone_in, require_writable, write_whole
 
 if TYPE_CHECKING:
     from spes_p2p.campaign.lines import Pace
@@ -57,11 +57,20 @@ QUESTIONS: dict[str, tuple[str, str | None]] = {
 
 
 def make_campaign(answers: Answers, on_progress: Callable[[Progress], None] = lambda progress: None) -> CampaignFiles:
-    """Write the campaign folder. On UserError the folder is left as it was."""
+    """Write the campaign folder. Raises UserError; then, and at Ctrl-C, the folder is left as it was."""
     check_answers(answers)
     folder, new = answers.folder, not answers.folder.exists()
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        with alone_in(folder, "wait for it, or choose another folder"):
+            return _make(answers, on_progress, new)
+    except OSError as error:
+        raise UserError(f"{folder}: cannot be written ({error.strerror}); choose another folder") from None
+
+
+def _make(answers: Answers, on_progress: Callable[[Progress], None], new: bool) -> CampaignFiles:
+    folder = answers.folder
+    try:
         tokenizer = folder / TOKENIZER_JSON
         if isinstance(answers.tokenizer, int):
             write_whole(tokenizer, train_tokenizer(_text_of_all(answers), answers.tokenizer).to_str().encode())
@@ -91,11 +100,9 @@ def make_campaign(answers: Answers, on_progress: Callable[[Progress], None] = la
             made = read_campaign(folder / CAMPAIGN_YAML)
         _warn_of_passes(answers, made.campaign.config.training, tokens)
         return made
-    except (UserError, OSError) as error:
+    except BaseException:
         _remove(folder, new)
-        if isinstance(error, UserError):
-            raise
-        raise UserError(f"{folder}: cannot be written ({error.strerror}); choose another folder") from None
+        raise
 
 
 def _warn_of_passes(answers: Answers, training: TrainingConfig, tokens: int) -> None:

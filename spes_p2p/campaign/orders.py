@@ -336,6 +336,8 @@ def revoked(control: Control, view: CampaignView) -> str:
     """Describe what a new record takes back before any round applied it; "" for nothing."""
     pending = view.pending
     before = "running" if view.applied is None else view.applied.state
+    if pending is not None and pending.rollback >= 0:
+        return f"order {pending.number} (rolled back to round {pending.rollback})"
     if pending is None or pending.state in (before, control.state):
         return ""
     return f"order {pending.number} ({'resumed' if pending.state == 'running' else pending.state})"

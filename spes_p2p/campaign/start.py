@@ -150,7 +150,9 @@ def _eos_token(config: dict[str, Any], config_json: Path, tokenizer: Path) -> st
     known = load_tokenizer(tokenizer)
     found = config.get("eos_token_id")
     ids = found if isinstance(found, list) and found else [found]
-    token = known.id_to_token(ids[0]) if isinstance(ids[0], int) else END_OF_TEXT
+    token: str | None = END_OF_TEXT
+    if isinstance(ids[0], int):
+        token = known.id_to_token(ids[0]) if 0 <= ids[0] < 2**32 else None  # the library takes no others
     if token is None or known.token_to_id(token) is None:
         raise UserError(f"{tokenizer}: has no token for the model's eos_token_id = {ids[0]}; it is another model's tokenizer")
     settings = tokenizer.with_name(TOKENIZER_CONFIG)

@@ -43,12 +43,13 @@ def export(
     if dtype not in ("fp32", "bf16"):
         raise UserError(f"--dtype {dtype}: must be fp32 or bf16")
     with waiting("starting"):
-        from spes_p2p.client.export import from_run_dir, push_to_hub
+        from spes_p2p.client.export import check_repository, from_run_dir, push_to_hub
 
+    if push_to is not None:
+        check_repository(push_to)
     if run_dir is not None:
         made = from_run_dir(run_dir, round_number)
     else:
-        output.parent.mkdir(parents=True, exist_ok=True)
         made = _download_base(addresses or [], output.parent)
     made.write(output, dtype, start_files=True)  # type: ignore[arg-type]
     print(f"base of round {made.origin.round} (digest {made.origin.digest[:12]}): {output}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -74,7 +75,8 @@ def init(
     print(f"{path}: {describe_size(made.campaign.config)}, {made.training_manifest.tokens} tokens of text")
     if admission == "open":
         print("let a trainer of your own vouch for the others' work: invite it as an elector (docs/admission.md)")
-    print(f"spes-p2p bootstrap --config {path} --listen /ip4/0.0.0.0/tcp/31337 --announce /ip4/YOUR.PUBLIC.IP/tcp/31337")
+    print(f"spes-p2p bootstrap --config {shlex.quote(str(path))} --listen /ip4/0.0.0.0/tcp/31337 "
+          "--announce /ip4/YOUR.PUBLIC.IP/tcp/31337")
 
 
 def bootstrap(
@@ -221,7 +223,7 @@ def plan(
     peers: Annotated[int | None, typer.Option(
         help="Identical peers in the swarm. Default: enough to train all experts.")] = None,
     tokens_per_second: Annotated[float | None, typer.Option(
-        min=1, help="Measured speed of one peer, as its log says. Default: an estimate for a consumer card.")] = None,
+        min=1, max=1e9, help="Measured speed of one peer, as its log says. Default: an estimate for a consumer card.")] = None,
     as_json: options.AsJson = False,
 ) -> None:
     """Show what fits on a GPU, and how much host memory, disk and bandwidth a peer needs. Allocates nothing.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shlex
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -206,7 +207,7 @@ def _order_pause(run_dir: Path, pauses: bool, as_json: bool) -> None:
     if as_json:
         print(json.dumps(own_state_json(state), indent=2))
     elif state is None:
-        later = f"starts paused, until spes-p2p resume {run_dir}" if pauses else "does not start paused"
+        later = f"starts paused, until spes-p2p resume {shlex.quote(str(run_dir))}" if pauses else "does not start paused"
         print(f"no trainer runs with {run_dir} now; the next one {later}")
     elif pauses and state.is_preparing:
         print("ordered; the trainer is still preparing and pauses before it trains")

@@ -285,8 +285,8 @@ def _load_model(model_dir: Path, device: str, batch_size: int | str, dtype: str 
                     self.cut.add((request.task_name, request.doc_id))
             return super()._loglikelihood_tokens(requests, *arguments, **options)
 
-    model, tokenizer = load_model(model_dir, device, dtype), load_tokenizer(model_dir)
-    return NotingCuts(pretrained=model, tokenizer=tokenizer, batch_size=batch_size)
+    model = load_model(model_dir, device, dtype)
+    return NotingCuts(pretrained=model, tokenizer=load_tokenizer(model_dir, model), batch_size=batch_size)
 
 
 def _summary(outcome: Any, conditions: dict[str, Any]) -> dict[str, Any]:

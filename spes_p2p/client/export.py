@@ -136,6 +136,7 @@ async def _newest_base(
             raise UserError(f"{swarm.addresses[0]}: no base after round {after} yet")
         offers = await collect_offers(swarm.endpoint, peers, commit.id, size, digest=digest)
         if offers and commit.step > 0:
+            folder.mkdir(parents=True, exist_ok=True)
             scratch = partial(file_scratch, folder)
             fetcher = Fetcher(swarm.endpoint, VISITORS_PATIENCE_S)
             values, _ = await download(fetcher, offers, None, on_progress, scratch=scratch)
@@ -162,20 +163,29 @@ async def _history(swarm: SwarmConnection, chronicle: Chronicle, round_number: i
     return rounds.records
 
 
+def check_repository(repo: str) -> None:
+    """Raise UserError unless this can be a model repository of the Hub. Called before long work."""
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
+
+    try:
+        validate_repo_id(repo)
+    except HFValidationError:
+        raise UserError(f"--push-to '{repo}': not a repository name; give OWNER/NAME") from None
+
+
 def push_to_hub(folder: Path, repo: str, private: bool) -> str:
     """Upload a checkpoint folder to a model repository of the Hub, created if missing; return its URL.
 
     Raises UserError if the Hub is unreachable or refuses.
     """
     from huggingface_hub import HfApi
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+    from huggingface_hub.errors import HfHubHTTPError
 
     api = HfApi()
     try:
         api.create_repo(repo, private=private, exist_ok=True)
         api.upload_folder(repo_id=repo, folder_path=folder, commit_message=f"Checkpoint {folder.name}")
-    except HFValidationError:
-        raise UserError(f"--push-to '{repo}': not a repository name; give OWNER/NAME") from None
     except (HfHubHTTPError, OSError, ValueError) as error:
         reason = first_line(error)
         raise UserError(f"--push-to '{repo}': {reason}; the checkpoint is in {folder}; log in with `hf auth login`") from None

@@ -35,7 +35,7 @@ class Continuation:
     def __init__(self, model_dir: Path, device: str, dtype: str | None = None):
         """`dtype` as `--dtype`; None is the checkpoint's own. Raises UserError for a checkpoint that cannot be loaded."""
         self._model = load_model(model_dir, device, dtype)
-        self._tokenizer = load_tokenizer(model_dir)
+        self._tokenizer = load_tokenizer(model_dir, self._model)
         self._context: int = self._model.config.max_position_embeddings
 
     def write(self, prompt: str, max_new_tokens: int, temperature: float, say: Callable[[str], None]) -> str:

@@ -30,12 +30,16 @@ def load_model(model_dir: Path, device: str, dtype: str | None) -> Any:
     return model.eval()
 
 
-def load_tokenizer(model_dir: Path) -> Any:
-    """Return the tokenizer of a checkpoint. Raises UserError."""
+def load_tokenizer(model_dir: Path, model: Any) -> Any:
+    """Return the tokenizer of a checkpoint. Raises UserError if it is another model's, with more ids."""
     from transformers import AutoTokenizer
 
     with _one_line(model_dir):
-        return AutoTokenizer.from_pretrained(model_dir)
+        tokenizer = AutoTokenizer.from_pretrained(model_dir)
+    ids, rows = tokenizer.vocab_size, model.get_input_embeddings().num_embeddings
+    if ids > rows:
+        raise UserError(f"{model_dir}: its tokenizer has {ids} ids, the model only {rows}; they do not belong together")
+    return tokenizer
 
 
 @contextlib.contextmanager

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import psutil
 
-from spes_p2p.campaign.files import read_campaign
+from spes_p2p.campaign.files import CampaignFiles, read_campaign
 from spes_p2p.data.local_files import check_local
 from spes_p2p.errors import UserError
 from spes_p2p.messages.admission import Role
@@ -31,6 +31,7 @@ from spes_p2p.observe.plot import plot_loss
 from spes_p2p.observe.table import SwarmView
 from spes_p2p.observe.units import counted, human_bytes, human_loss
 from spes_p2p.session.run_dir import ADDRESS_FILE
+from spes_p2p.storage.files import alone_in
 
 BOOTSTRAP = "bootstrap"
 LOOPBACK = "/ip4/127.0.0.1/tcp/0"
@@ -82,6 +83,14 @@ async def run_swarm(
         run_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"{run_dir}: cannot be a run-dir ({error.strerror}); choose another --run-dir") from None
+    with alone_in(run_dir, "stop the swarm that runs there, or choose another --run-dir"):
+        return await _run(config_path, files, peers, run_dir, rounds, on_started)
+
+
+async def _run(
+    config_path: Path, files: CampaignFiles, peers: int, run_dir: Path, rounds: int | None, on_started: Callable[[], None]
+) -> Summary:
+    needed = files.campaign.config.sync.min_peers
     started = time.monotonic()
     processes: dict[str, subprocess.Popen[bytes]] = {}
     stopped = asyncio.Event()

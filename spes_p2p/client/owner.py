@@ -94,10 +94,12 @@ def _view(log: CommitLog, identity: Identity, config: CampaignConfig, known: Map
     newest = max((*told, last.control), key=number_of)
     if is_stopped(newest) and number_of(newest) <= number_of(last.control):
         raise UserError("the campaign is stopped permanently; export its model with spes-p2p export")
-    if newest is not None and newest.number > number_of(last.control) and may_roll_back(newest.rollback, last.round):
-        raise UserError(f"the rollback to round {newest.rollback} is still pending; repeat the order after the next round")
     vouched = {*last.helpers, *last.electorate, *(last.members if config.admission == "friends" else ())}
     archived = sorted({kept for peer in vouched & known.keys() for kept in known[peer].archived})
+    is_pending = newest is not None and newest.number > number_of(last.control)
+    # Without its base a rollback would wait for ever, and every other order with it.
+    if newest is not None and is_pending and newest.rollback in archived and may_roll_back(newest.rollback, last.round):
+        raise UserError(f"the rollback to round {newest.rollback} is still pending; repeat the order after the next round")
     return CampaignView(
         genesis.campaign, owner_of(genesis), config, newest, last.round, last.step, tuple(archived), last.excluded,
         last.control, last.trusted,

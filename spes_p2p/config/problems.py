@@ -72,7 +72,8 @@ def _describe(problem: ErrorDetails, model: type[BaseModel], name: Callable[[Loc
         return location, f"unknown field '{name(location)}'; {_advice(location, _sections(model))}"
     if kind == "missing":
         return location, f"{name(location)} is missing; add it"
-    rule = _RULES.get(kind, problem["msg"].replace("Input should", "must")).format(**problem.get("ctx", {}))
+    known = _RULES.get(kind)
+    rule = problem["msg"].replace("Input should", "must") if known is None else known.format(**problem.get("ctx", {}))
     if kind == "broken_rule":
         broken = problem["ctx"]
         rule = broken["rule"]

@@ -1,4 +1,4 @@
-"""Read YAML files that users write: repeated fields are errors, every value's line is known, 3e-4 is a number."""
+"""Read YAML files that users write: repeated fields are errors, every line is known, 3e-4 is a number, a date is text."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def read_yaml_mapping(path: Path, what: str) -> YamlFile:
     """Parse a file that holds a mapping. `what` names the kind of file in errors. Raises UserError with path and line."""
     try:
         text = path.read_text(encoding="utf-8")
-        tree, values = yaml.compose(text, _Loader), yaml.load(text, _Loader)
+        values, lines = yaml.load(text, _Loader), _lines(yaml.compose(text, _Loader))
     except OSError as error:
         raise UserError(f"{path}: cannot read the {what} ({error.strerror}); give a YAML file") from None
     except UnicodeDecodeError:
@@ -43,14 +43,16 @@ def read_yaml_mapping(path: Path, what: str) -> YamlFile:
         if not isinstance(error, yaml.constructor.ConstructorError):
             problem = f"not valid YAML ({problem}); check indentation and colons"
         raise UserError(f"{path}{f', line {mark.line + 1}' if mark else ''}: {problem}") from None
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path}: has a value that cannot be read ({error}); correct it") from None
     if not isinstance(values, dict):
         found = "empty" if values is None else "a list" if isinstance(values, list) else "a single value"
         raise UserError(f"{path}: a {what} is a mapping of fields to values, but this file is {found}")
-    return YamlFile(path, values, _lines(tree))
+    return YamlFile(path, values, lines)
 
 
 class _Loader(yaml.SafeLoader):
-    """PyYAML's safe loader, but repeated keys are errors and 3e-4 is a number."""
+    """PyYAML's safe loader, but repeated keys are errors, 3e-4 is a number, and a date is text."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         keys = [key.value for key, _ in node.value]
@@ -63,6 +65,7 @@ class _Loader(yaml.SafeLoader):
 
 _EXPONENT = re.compile(r"^[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$")
 _Loader.add_implicit_resolver("tag:yaml.org,2002:float", _EXPONENT, list("-+0123456789"))
+_Loader.add_constructor("tag:yaml.org,2002:timestamp", lambda loader, node: str(node.value))
 
 
 def _lines(node: yaml.Node | None, at: tuple[str, ...] = ()) -> dict[tuple[str, ...], int]:

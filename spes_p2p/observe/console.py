@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import re
+import shlex
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -66,7 +67,8 @@ _OF_ROUNDS = (events.Evaluated, events.UpdatesClipped, events.StepsRejected, eve
 
 def to_continue(run_dir: Path, identity: Path | None, again: str = "join again") -> str:
     """Say how a peer goes on after it left; `identity`: as given to its command."""
-    return f"to continue, {again} with --run-dir {run_dir}" + (f" --identity {identity}" if identity else "")
+    also = f" --identity {shlex.quote(str(identity))}" if identity else ""
+    return f"to continue, {again} with --run-dir {shlex.quote(str(run_dir))}{also}"
 
 
 def farewell(status: PeerStatus, records: Iterable[RoundRecord], run_dir: Path, identity: Path | None = None) -> str:
@@ -75,7 +77,7 @@ def farewell(status: PeerStatus, records: Iterable[RoundRecord], run_dir: Path, 
     work = f"{human_count(own)} tokens trained here are in the base" if own else "no round includes work of this peer yet"
     if gather([status]).done:
         ended = "was stopped by its owner" if status.state == "stopped" else "is done"
-        return f"the campaign {ended} · {work} · export it: spes-p2p export --run-dir {run_dir} --output checkpoint"
+        return f"the campaign {ended} · {work} · {_to_export(run_dir)}"
     return f"left · {work} · {to_continue(run_dir, identity)}"
 
 
@@ -84,8 +86,11 @@ def farewell_of_bootstrap(status: PeerStatus, run_dir: Path, identity: Path | No
     if not gather([status]).done:
         return f"left · {to_continue(run_dir, identity, 'start it again')}"
     ended = "was stopped by its owner" if status.state == "stopped" else "is done"
-    export = f"export it: spes-p2p export --run-dir {run_dir} --output checkpoint"
-    return f"left · the campaign {ended} · {export} · for others to export it from here, start this peer again"
+    return f"left · the campaign {ended} · {_to_export(run_dir)} · for others to export it from here, start this peer again"
+
+
+def _to_export(run_dir: Path) -> str:
+    return f"export it: spes-p2p export --run-dir {shlex.quote(str(run_dir))} --output checkpoint"
 
 
 @dataclass

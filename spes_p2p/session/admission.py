@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shlex
 import time
 from pathlib import Path
 
@@ -41,8 +42,8 @@ def admitted(
         check_admission(config.admission, me, trains, invitation, genesis, None, identity, time.time())
     except Refused as refused:
         advice = (
-            f"spes-p2p identity --run-dir {settings.run_dir} prints the id that the owner of the campaign needs for an "
-            "invitation; give it with --invite"
+            f"spes-p2p identity --run-dir {shlex.quote(str(settings.run_dir))} prints the id that the owner of the campaign "
+            "needs for an invitation; give it with --invite"
         )
         raise UserError(f"campaign {config.name}: {refused.detail}; {advice}") from None
     if invitation is not None:

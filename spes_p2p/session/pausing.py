@@ -11,6 +11,7 @@ import contextlib
 import gc
 import logging
 import math
+import shlex
 import signal
 import sys
 import time
@@ -188,7 +189,7 @@ class Pauses:
         """Return why the trainer is to pause now, if it is."""
         settings, now = self._settings, self._now()
         if is_pause_ordered(settings.run_dir):
-            return Pause("user", f"until you type: spes-p2p resume {settings.run_dir.resolve()}")
+            return Pause("user", f"until you type: spes-p2p resume {shlex.quote(str(settings.run_dir.resolve()))}")
         if settings.hours is not None and (pause := outside_hours(settings.hours, now)):
             return pause
         quota, meter = settings.quota, self._meter

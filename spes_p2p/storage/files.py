@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import fcntl
 import os
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from spes_p2p.errors import UserError
@@ -32,6 +33,22 @@ def require_place(file: Path, option: str) -> None:
     require_writable(file.parent)
 
 
+@contextmanager
+def alone_in(folder: Path, advice: str) -> Iterator[None]:
+    """Hold a folder while a command works in it. Raises UserError with this advice if another command does."""
+    held = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"{folder}: another command works in this folder; {advice}") from None
+        except OSError:
+            pass  # a file system without such locks
+        yield
+    finally:
+        os.close(held)
+
+
 def mark_in_use(descriptor: int) -> None:
     """Mark the file as in use while the descriptor or a copy of it is open."""
     with suppress(OSError):
@@ -41,7 +58,7 @@ def mark_in_use(descriptor: int) -> None:
 def write_whole(path: Path, content: bytes, mode: int = 0o666) -> None:
     """Write a file atomically and durably: to a temporary name of this process, fsync, rename. `mode` is subject to the umask.
 
-    Raises UserError where there is something other than a file. An OSError names the file, and nothing is left of it.
+    Raises UserError where there is something other than a file. An OSError names the file. Nothing is left of a failure.
     """
     if path.exists() and not path.is_file():
         raise UserError(f"{path}: is no regular file; name a file")
@@ -56,6 +73,8 @@ def write_whole(path: Path, content: bytes, mode: int = 0o666) -> None:
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
-    except OSError as error:
+    except BaseException as error:  # Ctrl-C too
         temporary.unlink(missing_ok=True)
+        if not isinstance(error, OSError):
+            raise
         raise OSError(error.errno, error.strerror, str(path)) from None
