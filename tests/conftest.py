@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import signal
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -20,6 +22,18 @@ settings.load_profile("everyday")
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's background; a test's processes would ignore it, too
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run a test that is a coroutine in virtual time."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    from spes_p2p.testing.simulate.swarm import simulate  # other tests do not wait for it
+
+    arguments = {name: pyfuncitem.funcargs[name] for name in inspect.signature(pyfuncitem.obj).parameters}
+    simulate(partial(pyfuncitem.obj, **arguments))
+    return True
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -53,33 +53,27 @@ def until_reached(swarm: VirtualSwarm, name: str, point: tuple[str, str], act: C
 
 @pytest.mark.parametrize("point", POINTS, ids=" ".join)
 @pytest.mark.sampled(2)
-def test_a_peer_killed_at_any_point_of_any_write_goes_on_with_the_same_bits(point: tuple[str, str]) -> None:
-    async def main() -> None:
-        swarm = VirtualSwarm(campaign(sync={"min_peers": 2}))
-        swarm.start_all("AB")
-        await swarm.until_round(2)
-        reached = until_reached(swarm, "B", point, lambda: swarm.kill("B"))
-        await swarm.until(lambda: bool(reached), 300)
-        swarm.restart("B")
-        await swarm.until_finished()
-        swarm.assert_replicas_agree()
-        assert swarm.recorders["B"].of(BaseRestored)[-1].source == "disk"
-
-    simulate(main)
+async def test_a_peer_killed_at_any_point_of_any_write_goes_on_with_the_same_bits(point: tuple[str, str]) -> None:
+    swarm = VirtualSwarm(campaign(sync={"min_peers": 2}))
+    swarm.start_all("AB")
+    await swarm.until_round(2)
+    reached = until_reached(swarm, "B", point, lambda: swarm.kill("B"))
+    await swarm.until(lambda: bool(reached), 300)
+    swarm.restart("B")
+    await swarm.until_finished()
+    swarm.assert_replicas_agree()
+    assert swarm.recorders["B"].of(BaseRestored)[-1].source == "disk"
 
 
-def test_a_peer_killed_between_checkpoint_and_base_keeps_its_moments(caplog: pytest.LogCaptureFixture) -> None:
-    async def main() -> None:
-        swarm = VirtualSwarm(campaign(sync={"min_peers": 2}))
-        swarm.start_all("AB")
-        await swarm.until_round(2)
-        reached = until_reached(swarm, "B", ("write:draft", "base"), lambda: swarm.kill("B"))
-        await swarm.until(lambda: bool(reached), 300)
-        swarm.restart("B")
-        await swarm.until_finished()
-        assert "fresh moments" not in caplog.text
-
-    simulate(main)
+async def test_a_peer_killed_between_checkpoint_and_base_keeps_its_moments(caplog: pytest.LogCaptureFixture) -> None:
+    swarm = VirtualSwarm(campaign(sync={"min_peers": 2}))
+    swarm.start_all("AB")
+    await swarm.until_round(2)
+    reached = until_reached(swarm, "B", ("write:draft", "base"), lambda: swarm.kill("B"))
+    await swarm.until(lambda: bool(reached), 300)
+    swarm.restart("B")
+    await swarm.until_finished()
+    assert "fresh moments" not in caplog.text
 
 
 STOPPING = [(at, name) for at, name in POINTS if not at.endswith("done") and name != "votes"]
@@ -87,47 +81,41 @@ STOPPING = [(at, name) for at, name in POINTS if not at.endswith("done") and nam
 
 @pytest.mark.parametrize("point", STOPPING, ids=" ".join)
 @pytest.mark.sampled(2)
-def test_a_peer_with_a_full_disk_stops_with_the_reason_and_goes_on_when_there_is_room(point: tuple[str, str]) -> None:
+async def test_a_peer_with_a_full_disk_stops_with_the_reason_and_goes_on_when_there_is_room(point: tuple[str, str]) -> None:
     def full() -> None:
         raise UserError(f"{point[1]}: cannot be written (No space left on device); make room")
 
-    async def main() -> None:
-        swarm = VirtualSwarm(campaign(sync={"min_peers": 2}))
-        swarm.start_all("AB")
-        await swarm.until_round(2)
-        task = swarm.tasks.pop("B")
-        filling = swarm.stores["B"]
-        assert isinstance(filling, MemoryStore)
+    swarm = VirtualSwarm(campaign(sync={"min_peers": 2}))
+    swarm.start_all("AB")
+    await swarm.until_round(2)
+    task = swarm.tasks.pop("B")
+    filling = swarm.stores["B"]
+    assert isinstance(filling, MemoryStore)
 
-        def no_room(at: str, blob: str) -> None:
-            if at == point[0] and blob.startswith(point[1]) and "B" in swarm.peers and swarm.round_of("B") >= 2:
-                full()
+    def no_room(at: str, blob: str) -> None:
+        if at == point[0] and blob.startswith(point[1]) and "B" in swarm.peers and swarm.round_of("B") >= 2:
+            full()
 
-        filling.fault = no_room
-        await asyncio.wait({task}, timeout=60.0)
-        assert isinstance(task.exception(), UserError)
-        filling.fault = None
-        swarm.restart("B")
-        await swarm.until_finished()
-        swarm.assert_replicas_agree()
-
-    simulate(main)
+    filling.fault = no_room
+    await asyncio.wait({task}, timeout=60.0)
+    assert isinstance(task.exception(), UserError)
+    filling.fault = None
+    swarm.restart("B")
+    await swarm.until_finished()
+    swarm.assert_replicas_agree()
 
 
-def test_a_vote_that_finds_no_room_is_not_given_and_the_others_decide() -> None:
+async def test_a_vote_that_finds_no_room_is_not_given_and_the_others_decide() -> None:
     def full() -> None:
         raise UserError("votes: cannot be written (No space left on device); make room")
 
-    async def main() -> None:
-        swarm = VirtualSwarm(campaign(sync={"min_peers": 2}))
-        swarm.start_all("AB")
-        await swarm.until_round(2)
-        reached = until_reached(swarm, "B", ("write:rename", "votes"), full)
-        await swarm.until_finished()
-        assert reached
-        swarm.assert_replicas_agree()
-
-    simulate(main)
+    swarm = VirtualSwarm(campaign(sync={"min_peers": 2}))
+    swarm.start_all("AB")
+    await swarm.until_round(2)
+    reached = until_reached(swarm, "B", ("write:rename", "votes"), full)
+    await swarm.until_finished()
+    assert reached
+    swarm.assert_replicas_agree()
 
 
 HARMS: dict[str, Callable[[bytes], bytes]] = {
@@ -304,12 +292,9 @@ def test_a_folder_in_place_of_a_file_of_the_campaign_is_not_called_damage(tmp_pa
 
 
 @pytest.mark.long
-def test_a_damaged_checkpoint_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    async def main() -> None:
-        swarm = await at_round_3(tmp_path / "run", tmp_path / "earlier")
-        checkpoint = tmp_path / "run" / "checkpoint-1.safetensors"
-        checkpoint.write_bytes(flipped(checkpoint.read_bytes(), checkpoint.stat().st_size - 1))
-        await starts_again(swarm, tmp_path / "run")
-        assert "checkpoint-1.safetensors is truncated or damaged" in caplog.text
-
-    simulate(main)
+async def test_a_damaged_checkpoint_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    swarm = await at_round_3(tmp_path / "run", tmp_path / "earlier")
+    checkpoint = tmp_path / "run" / "checkpoint-1.safetensors"
+    checkpoint.write_bytes(flipped(checkpoint.read_bytes(), checkpoint.stat().st_size - 1))
+    await starts_again(swarm, tmp_path / "run")
+    assert "checkpoint-1.safetensors is truncated or damaged" in caplog.text
