@@ -17,7 +17,6 @@ five. A round lasts from the last trainer's commit to the next one's; the first 
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import itertools
@@ -38,6 +37,7 @@ from typing import Any
 import msgpack
 import numpy as np
 import uvloop
+from bench_json import parser_of, write
 from hivemind.dht.routing import DHTID, get_dht_time
 from hivemind.p2p import PeerID
 from round_benchmark import Process, command_of, end_all
@@ -468,19 +468,17 @@ def main() -> None:
     if sys.argv[1:2] == ["attack"]:
         uvloop.run(attack(Path(sys.argv[2]), *sys.argv[3:]))
         return
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--only", nargs="+", choices=ATTACKS, default=list(ATTACKS), help="default: all")
     parser.add_argument("--seconds", type=float, default=20.0, help="of each attack (default 20)")
     parser.add_argument("--rounds", type=int, metavar="N", help="measure N rounds without attack and N with the scene instead")
     parser.add_argument("--phase-s", type=float, default=2.0, help="seconds that a phase of these rounds takes (default 2)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there too")
     arguments = parser.parse_args()
     if arguments.rounds:
         report = measure_rounds(arguments.rounds, arguments.phase_s)
     else:
         report = uvloop.run(measure(arguments.only, arguments.seconds))
-    if arguments.json:
-        arguments.json.write_text(json.dumps(report, indent=2) + "\n")
+    write(report, arguments.json)
     (show_rounds if arguments.rounds else show)(report)
 
 

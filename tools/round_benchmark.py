@@ -9,7 +9,6 @@ share one disk.
 
 from __future__ import annotations
 
-import argparse
 import json
 import signal
 import statistics
@@ -25,6 +24,7 @@ from time import monotonic
 from typing import IO, Any
 
 import psutil
+from bench_json import parser_of, tell
 from round_contenders import EXPERTS, MEMBERS, Report, our_campaign, our_layout, tensor_sizes
 
 from spes_p2p.net.die_with_parent import under_guard
@@ -51,8 +51,7 @@ PROGRAM = Path(__file__).with_name("round_contenders.py")
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", nargs="?", const="-", metavar="FILE", help="write the numbers there, too")
+    parser = parser_of(__doc__)
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw them, as PNG")
     parser.add_argument("--rounds", type=int, default=5, help="measured rounds of each contender, at least 5 (default 5)")
     parser.add_argument("--megabytes", type=int, default=400, help="fp32 state (default 400)")
@@ -68,10 +67,7 @@ def main() -> int:
             measured[name].append(one_visit(name, elements, arguments.folder, arguments.base))
             print(f"{number + 1}/{arguments.rounds} {name}: {one_line(measured[name][-1])}", file=sys.stderr)
     report = summary(measured, elements)
-    text = json.dumps(report, indent=2)
-    print(text)
-    if arguments.json not in (None, "-"):
-        Path(arguments.json).write_text(text + "\n")
+    tell(report, arguments.json)
     if arguments.plot is not None:
         plot(report, arguments.plot)
     return 0
