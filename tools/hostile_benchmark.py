@@ -40,7 +40,7 @@ import uvloop
 from bench_json import parser_of, write
 from hivemind.dht.routing import DHTID, get_dht_time
 from hivemind.p2p import PeerID
-from round_benchmark import Process, command_of, end_all
+from round_benchmark import Process, started
 from round_contenders import EXPERTS
 
 from spes_p2p.campaign.genesis import make_genesis, save_base_0
@@ -395,33 +395,16 @@ def reports_of(members: list[Process]) -> Iterator[list[Report]]:
 @contextlib.contextmanager
 def swarm(folder: Path, phase_s: float) -> Iterator[tuple[Process, str, Commit, list[Process]]]:
     """Yield a bootstrap peer, its address, its campaign's first commit, and three trainers."""
-    processes = list[Process]()
-
-    def start(kind: str, member: int, **known: Any) -> Process:
-        own = folder / f"{kind}{member}"
-        own.mkdir()
-        spec = {
-            "kind": kind, "member": member, "folder": str(own), "address": "127.0.0.1", "elements": ELEMENTS, "owned": EXPERTS,
-            "codec": "int4", "sync": {"min_peers": TRAINERS}, "phase_s": phase_s, "latency_s": 0.0, **known,
-        }
-        with (own / "log").open("w") as log:
-            child = subprocess.Popen(command_of(MEMBER), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True)
-        processes.append(Process(child, spec))
-        processes[-1].send(json.dumps(spec))
-        return processes[-1]
-
-    try:
-        helper = start("bootstrap", 0)
+    spec = {
+        "address": "127.0.0.1", "elements": ELEMENTS, "owned": EXPERTS, "codec": "int4", "sync": {"min_peers": TRAINERS},
+        "phase_s": phase_s, "latency_s": 0.0,
+    }
+    with started(MEMBER, folder) as start:
+        helper = start("bootstrap", 0, **spec)
         found = helper.next_report()
         address, genesis = found["address"], found["genesis"]
-        members = [start("ours", number, addresses=[address], genesis=genesis) for number in range(TRAINERS)]
+        members = [start("ours", number, addresses=[address], genesis=genesis, **spec) for number in range(TRAINERS)]
         yield helper, address, unpack(Commit, bytes.fromhex(genesis)), members
-    except RuntimeError:
-        for log in sorted(folder.glob("*/log")):
-            print(log.parent.name, log.read_text()[-3000:], sep="\n", file=sys.stderr)
-        raise
-    finally:
-        end_all(processes)
 
 
 # Processes --------------------------------------------------------------------------------------------------------------
