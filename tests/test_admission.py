@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from network_swarm import call
 from recorded_run import CONFIG, run_dir
 
-from spes_p2p.campaign.invitations import from_text, keep, kept, parse_guest, read_option, to_text
+from spes_p2p.campaign.invitations import from_text, keep_invitation, kept, parse_guest, read_option, to_text
 from spes_p2p.consensus.admission import check_admission, signed_invitation
 from spes_p2p.consensus.electorate import coordinator_order
 from spes_p2p.consensus.signed import read_signed, sign
@@ -115,7 +115,7 @@ def test_a_damaged_text_is_one_line_for_its_user(data: st.DataObject) -> None:
 def test_an_invitation_is_kept_for_its_user_alone_and_replaced_as_a_whole(tmp_path: Path) -> None:
     assert kept(tmp_path) is None
     for each in (invitation("A"), invitation("B")):
-        keep(each, tmp_path)
+        keep_invitation(each, tmp_path)
         assert kept(tmp_path) == each
     (file,) = tmp_path.iterdir()
     assert file.stat().st_mode & 0o777 == 0o600
