@@ -628,59 +628,50 @@ async def test_one_peer_opens_few_requests_at_a_donor_whatever_it_downloads(tmp_
     assert most == REQUESTS_PER_PEER
 
 
-def test_a_donor_that_is_asked_no_more_is_forgotten() -> None:
-    async def main() -> int:
-        fetcher = Fetcher(RpcEndpoint(MemoryNetwork().transport("A"), SILENCE_S))
-        content = listed("base", "x", bytes(32), 1)
+async def test_a_donor_that_is_asked_no_more_is_forgotten() -> None:
+    fetcher = Fetcher(RpcEndpoint(MemoryNetwork().transport("A"), SILENCE_S))
+    content = listed("base", "x", bytes(32), 1)
 
-        async def keep(index: int, got: Body) -> None:
-            pass
+    async def keep(index: int, got: Body) -> None:
+        pass
 
-        for number in range(100):
-            assert await fetcher.fetch(content, [0], [fetcher.peers([f"gone-{number}"])], keep) == [0]
-        gc.collect()
-        return len(fetcher._slots)
-
-    assert simulate(main) == 0
+    for number in range(100):
+        assert await fetcher.fetch(content, [0], [fetcher.peers([f"gone-{number}"])], keep) == [0]
+    gc.collect()
+    assert not fetcher._slots
 
 
-def test_of_many_donors_only_those_that_are_asked_take_time() -> None:
-    async def main() -> int:
-        tasks, body, donors = list[int](), b"piece", 200
+async def test_of_many_donors_only_those_that_are_asked_take_time() -> None:
+    tasks, body, donors = list[int](), b"piece", 200
 
-        class Counted:
-            patience_s = None
+    class Counted:
+        patience_s = None
 
-            def __init__(self, name: str):
-                self.name = name
+        def __init__(self, name: str):
+            self.name = name
 
-            async def give(self, content: Content, indices: Sequence[int], delivery: Delivery) -> None:
-                for index in indices:
-                    await asyncio.sleep(0.1)
-                    tasks.append(len(asyncio.all_tasks()))
-                    await delivery.put(index, body)
+        async def give(self, content: Content, indices: Sequence[int], delivery: Delivery) -> None:
+            for index in indices:
+                await asyncio.sleep(0.1)
+                tasks.append(len(asyncio.all_tasks()))
+                await delivery.put(index, body)
 
-        async def keep(index: int, got: Body) -> None:
-            pass
+    async def keep(index: int, got: Body) -> None:
+        pass
 
-        fetcher = Fetcher(RpcEndpoint(MemoryNetwork().transport("A"), SILENCE_S))
-        content = listed("base", "x", content_digest(body) * PIECES, len(body))
-        assert not await fetcher.fetch(content, range(PIECES), [[Counted(f"D{number}") for number in range(donors)]], keep)
-        return max(tasks)
-
-    assert simulate(main) < 20
+    fetcher = Fetcher(RpcEndpoint(MemoryNetwork().transport("A"), SILENCE_S))
+    content = listed("base", "x", content_digest(body) * PIECES, len(body))
+    assert not await fetcher.fetch(content, range(PIECES), [[Counted(f"D{number}") for number in range(donors)]], keep)
+    assert max(tasks) < 20
 
 
-def test_a_request_that_names_a_piece_twice_is_refused(case: Case) -> None:
-    async def main() -> Code:
-        network = MemoryNetwork()
-        endpoint, asker = (RpcEndpoint(network.transport(name), SILENCE_S) for name in "AB")
-        await case.serve(endpoint, ContentServer(endpoint))
-        with pytest.raises(Refused) as refused:
-            await asker.ask("A", case.content.kind, pack(PiecesRequest(case.content.name, (0, 0))))
-        return refused.value.code
-
-    assert simulate(main) is Code.MALFORMED
+async def test_a_request_that_names_a_piece_twice_is_refused(case: Case) -> None:
+    network = MemoryNetwork()
+    endpoint, asker = (RpcEndpoint(network.transport(name), SILENCE_S) for name in "AB")
+    await case.serve(endpoint, ContentServer(endpoint))
+    with pytest.raises(Refused) as refused:
+        await asker.ask("A", case.content.kind, pack(PiecesRequest(case.content.name, (0, 0))))
+    assert refused.value.code is Code.MALFORMED
 
 
 @pytest.mark.parametrize("index", [10**3, 10**12])

@@ -29,7 +29,6 @@ from spes_p2p.net.shares import ANSWERS_SHARE, Shares
 from spes_p2p.net.tasks import end_tasks
 from spes_p2p.rounds.digest import content_digest, root_digest
 from spes_p2p.testing.memory_network import MemoryNetwork
-from spes_p2p.testing.simulate.swarm import simulate
 
 SILENCE_S = 2.0
 STALLED_S = STALLED_SILENCES * SILENCE_S
@@ -86,37 +85,36 @@ async def test_peers_that_take_a_little_at_a_time_keep_nobody_out(fast: int) -> 
 @pytest.mark.parametrize(
     ("bytes_per_s", "late_s"), [(0.5 * SLOWEST_LINE_BITS / 8, 0.0), (1e9, SETTLED_S)], ids=["slow", "late"]
 )
-def test_strangers_that_download_for_ever_keep_out_nobody_whom_the_owner_vouches_for(bytes_per_s: float, late_s: float) -> None:
-    async def main() -> float:
-        network, body = MemoryNetwork(latency_s=0.05), bytes(4 * CHUNK_BYTES)
-        donor = RpcEndpoint(network.transport("A"), 5.0)
-        donor.shares.is_trusted = lambda peer: peer == "vouched"
-        network.set_bandwidth("A", 8 * SLOWEST_LINE_BITS / 8, 1e9)
-        network.set_bandwidth("vouched", 1e9, bytes_per_s)
-        server = ContentServer(donor)
+async def test_strangers_that_download_for_ever_keep_out_nobody_whom_the_owner_vouches_for(
+    bytes_per_s: float, late_s: float
+) -> None:
+    network, body = MemoryNetwork(latency_s=0.05), bytes(4 * CHUNK_BYTES)
+    donor = RpcEndpoint(network.transport("A"), 5.0)
+    donor.shares.is_trusted = lambda peer: peer == "vouched"
+    network.set_bandwidth("A", 8 * SLOWEST_LINE_BITS / 8, 1e9)
+    network.set_bandwidth("vouched", 1e9, bytes_per_s)
+    server = ContentServer(donor)
 
-        async def source(name: str, index: int) -> Body | None:
-            return body
+    async def source(name: str, index: int) -> Body | None:
+        return body
 
-        await server.serve("base", source, 4)
-        content, got = listed("base", "x", content_digest(body) * 10**4, len(body)), list[int]()
+    await server.serve("base", source, 4)
+    content, got = listed("base", "x", content_digest(body) * 10**4, len(body)), list[int]()
 
-        async def download(name: str, after_s: float, got: list[int]) -> None:
-            await asyncio.sleep(after_s)
-            fetcher = Fetcher(RpcEndpoint(network.transport(name), 5.0), VISITORS_PATIENCE_S)
+    async def download(name: str, after_s: float, got: list[int]) -> None:
+        await asyncio.sleep(after_s)
+        fetcher = Fetcher(RpcEndpoint(network.transport(name), 5.0), VISITORS_PATIENCE_S)
 
-            async def keep(index: int, body: Body) -> None:
-                got.append(len(body))
+        async def keep(index: int, body: Body) -> None:
+            got.append(len(body))
 
-            await fetcher.fetch(content, range(10**4), [fetcher.peers(["A"])], keep)
+        await fetcher.fetch(content, range(10**4), [fetcher.peers(["A"])], keep)
 
-        strangers = [asyncio.ensure_future(download(f"stranger-{number}", 1.0, [])) for number in range(8)]
-        vouched = asyncio.ensure_future(download("vouched", late_s, got))
-        await asyncio.sleep(300.0)
-        await end_tasks([vouched, *strangers])
-        return sum(got) / 300.0
-
-    assert simulate(main) > 0.4 * SLOWEST_LINE_BITS / 8
+    strangers = [asyncio.ensure_future(download(f"stranger-{number}", 1.0, [])) for number in range(8)]
+    vouched = asyncio.ensure_future(download("vouched", late_s, got))
+    await asyncio.sleep(300.0)
+    await end_tasks([vouched, *strangers])
+    assert sum(got) / 300.0 > 0.4 * SLOWEST_LINE_BITS / 8
 
 
 class Exchanging:
@@ -173,17 +171,14 @@ async def test_downloads_of_strangers_take_a_tenth_of_the_line_during_an_exchang
 
 
 @pytest.mark.parametrize("bytes_per_s", [4e6, SLOWEST_LINE_BITS / 8])
-def test_a_newcomer_gives_up_no_donor_for_whose_turns_it_waits_behind_other_strangers(bytes_per_s: float) -> None:
-    async def main() -> float:
-        case = Exchanging(bytes_per_s, 4 * CHUNK_BYTES)
-        await case.serve()
-        strangers = case.strangers(3)
-        await asyncio.sleep(1.0)
-        took_s = await case.download("newcomer", 8)
-        await end_tasks(strangers)
-        return took_s * 0.1 * bytes_per_s / (8 * 4 * CHUNK_BYTES)
-
-    assert simulate(main) < 5.0
+async def test_a_newcomer_gives_up_no_donor_for_whose_turns_it_waits_behind_other_strangers(bytes_per_s: float) -> None:
+    case = Exchanging(bytes_per_s, 4 * CHUNK_BYTES)
+    await case.serve()
+    strangers = case.strangers(3)
+    await asyncio.sleep(1.0)
+    took_s = await case.download("newcomer", 8)
+    await end_tasks(strangers)
+    assert took_s * 0.1 * bytes_per_s / (8 * 4 * CHUNK_BYTES) < 5.0
 
 
 async def test_strangers_that_were_sent_a_base_make_room_for_a_newcomer() -> None:
@@ -279,37 +274,33 @@ async def test_a_donor_on_a_thin_line_serves_each_download_to_its_end() -> None:
     assert took < 1.3 * 12 * len(body) / (2 * SLOWEST_LINE_BITS / 8)
 
 
-def test_downloads_are_served_in_turn_and_each_to_its_end(caplog: pytest.LogCaptureFixture) -> None:
+async def test_downloads_are_served_in_turn_and_each_to_its_end(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "spes_p2p.content.fetcher")
+    network, pieces = MemoryNetwork(latency_s=0.05), 8 * PIECES_PER_REQUEST
+    body = bytes(CHUNK_BYTES)
+    network.set_bandwidth("A", 2 * pieces * len(body) / 30, 1e9)  # four downloads in a minute
+    server = ContentServer(RpcEndpoint(network.transport("A"), SILENCE_S))
 
-    async def main() -> None:
-        network, pieces = MemoryNetwork(latency_s=0.05), 8 * PIECES_PER_REQUEST
-        body = bytes(CHUNK_BYTES)
-        network.set_bandwidth("A", 2 * pieces * len(body) / 30, 1e9)  # four downloads in a minute
-        server = ContentServer(RpcEndpoint(network.transport("A"), SILENCE_S))
+    async def source(name: str, index: int) -> Body | None:
+        return body
 
-        async def source(name: str, index: int) -> Body | None:
-            return body
+    await server.serve("base", source, 4)
+    content = listed("base", "x", content_digest(body) * pieces, len(body))
+    names, ended = [f"joiner-{number:02}" for number in range(12)], dict[str, float]()
 
-        await server.serve("base", source, 4)
-        content = listed("base", "x", content_digest(body) * pieces, len(body))
-        names, ended = [f"joiner-{number:02}" for number in range(12)], dict[str, float]()
+    async def download(name: str) -> None:
+        await asyncio.sleep(0.1 * names.index(name))
+        fetcher = Fetcher(RpcEndpoint(network.transport(name), SILENCE_S), VISITORS_PATIENCE_S)
 
-        async def download(name: str) -> None:
-            await asyncio.sleep(0.1 * names.index(name))
-            fetcher = Fetcher(RpcEndpoint(network.transport(name), SILENCE_S), VISITORS_PATIENCE_S)
+        async def keep(index: int, body: Body) -> None:
+            pass
 
-            async def keep(index: int, body: Body) -> None:
-                pass
+        assert await fetcher.fetch(content, range(pieces), [fetcher.peers(["A"])], keep) == []
+        ended[name] = now()
 
-            assert await fetcher.fetch(content, range(pieces), [fetcher.peers(["A"])], keep) == []
-            ended[name] = now()
-
-        await asyncio.gather(*map(download, names))
-        groups = [[ended[name] for name in names[first : first + 4]] for first in (0, 4, 8)]
-        assert max(groups[0]) < min(groups[1]) < max(groups[1]) < min(groups[2])
-        assert max(groups[0]) < 0.4 * max(groups[2])
-
-    simulate(main)
+    await asyncio.gather(*map(download, names))
+    groups = [[ended[name] for name in names[first : first + 4]] for first in (0, 4, 8)]
+    assert max(groups[0]) < min(groups[1]) < max(groups[1]) < min(groups[2])
+    assert max(groups[0]) < 0.4 * max(groups[2])
     assert "waiting for a turn to download base" in caplog.text
     assert " are being served, 7 wait before this one" in caplog.text

@@ -26,7 +26,7 @@ from spes_p2p.net.tasks import end_tasks
 from spes_p2p.observe.events import DigestMismatch
 from spes_p2p.peer import kept_results
 from spes_p2p.rounds.digest import PIECE_ELEMENTS, piece_digests, root_digest
-from spes_p2p.testing.simulate.swarm import VirtualSwarm, campaign, simulate
+from spes_p2p.testing.simulate.swarm import VirtualSwarm, campaign
 
 
 def serve_false_bases(swarm: VirtualSwarm, name: str) -> None:
@@ -53,27 +53,23 @@ async def busy(stream: Stream) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("do_vouched_answer", [True, False])
-def test_strangers_that_all_name_one_false_base_keep_nobody_out(do_vouched_answer: bool) -> None:
+async def test_strangers_that_all_name_one_false_base_keep_nobody_out(do_vouched_answer: bool) -> None:
     """Where nobody vouched has a base to offer, it is believed until the next commit certifies another one."""
-
-    async def main() -> dict[str, int]:
-        liars = "PQRSTU"
-        swarm = unaudited_swarm("AB", "")
-        swarm.invitations["C"] = swarm.invitation("C", ELECTOR)
-        for name in f"ABX{liars}":
-            swarm.start(name)
-        log = swarm.nodes["W"].log
-        await swarm.until(lambda: log.round >= 8 and {*liars, "X"} <= {*log.last.members})
-        for name in liars:
-            serve_false_bases(swarm, name)
-        for name in "" if do_vouched_answer else "WAB":
-            await swarm.nodes[name].endpoint.serve(SNAPSHOT, busy)
-        for name in "CH":
-            swarm.start(name)
-        await swarm.until(lambda: {*"CH"} <= {*log.last.members}, 100.0)
-        return {name: len(swarm.recorders[name].of(DigestMismatch)) for name in "CH"}
-
-    believed = simulate(main)
+    liars = "PQRSTU"
+    swarm = unaudited_swarm("AB", "")
+    swarm.invitations["C"] = swarm.invitation("C", ELECTOR)
+    for name in f"ABX{liars}":
+        swarm.start(name)
+    log = swarm.nodes["W"].log
+    await swarm.until(lambda: log.round >= 8 and {*liars, "X"} <= {*log.last.members})
+    for name in liars:
+        serve_false_bases(swarm, name)
+    for name in "" if do_vouched_answer else "WAB":
+        await swarm.nodes[name].endpoint.serve(SNAPSHOT, busy)
+    for name in "CH":
+        swarm.start(name)
+    await swarm.until(lambda: {*"CH"} <= {*log.last.members}, 100.0)
+    believed = {name: len(swarm.recorders[name].of(DigestMismatch)) for name in "CH"}
     assert (max(believed.values()) == 0) == do_vouched_answer
 
 
@@ -167,42 +163,38 @@ async def test_strangers_that_download_at_a_permitted_speed_keep_no_invited_elec
 
 
 @pytest.mark.long
-def test_strangers_that_download_for_ever_slow_rounds_by_little_and_keep_no_newcomer_out() -> None:
-    async def main() -> tuple[float, float]:
-        swarm, clock = unaudited_swarm("AB", "", 2, layout=WIDE), asyncio.get_running_loop().time
-        log = swarm.nodes["W"].log
-        for name in "WABC":
-            swarm.network.set_bandwidth(name, 4e6, 4e6)
-        for name in "AB":
-            swarm.start(name)
+async def test_strangers_that_download_for_ever_slow_rounds_by_little_and_keep_no_newcomer_out() -> None:
+    swarm, clock = unaudited_swarm("AB", "", 2, layout=WIDE), asyncio.get_running_loop().time
+    log = swarm.nodes["W"].log
+    for name in "WABC":
+        swarm.network.set_bandwidth(name, 4e6, 4e6)
+    for name in "AB":
+        swarm.start(name)
 
-        async def until_round(number: int) -> float:
-            await swarm.until(lambda: log.round >= number)
-            return clock()
+    async def until_round(number: int) -> float:
+        await swarm.until(lambda: log.round >= number)
+        return clock()
 
-        async def download(endpoint: RpcEndpoint, donor: str) -> None:
-            while True:
-                try:
-                    async with endpoint.stream(donor, "base") as stream:
-                        await stream.send(pack(PiecesRequest("", tuple(range(16)))))
-                        while await stream.receive_view(Kind.CONTENT) is not None:
-                            pass
-                except (PeerUnreachable, Refused):
-                    await asyncio.sleep(0.1)
+    async def download(endpoint: RpcEndpoint, donor: str) -> None:
+        while True:
+            try:
+                async with endpoint.stream(donor, "base") as stream:
+                    await stream.send(pack(PiecesRequest("", tuple(range(16)))))
+                    while await stream.receive_view(Kind.CONTENT) is not None:
+                        pass
+            except (PeerUnreachable, Refused):
+                await asyncio.sleep(0.1)
 
-        quiet_s = -await until_round(2) + await until_round(5)
-        endpoints = [RpcEndpoint(swarm.network.transport(f"stranger-{number}"), 5.0) for number in range(4)]
-        downloads = [asyncio.ensure_future(download(each, donor)) for each in endpoints for donor in "WAB" * 2]
-        took_s = -await until_round(log.round + 1) + await until_round(log.round + 3)
-        swarm.start("C")
-        began = clock()
-        await swarm.until(lambda: "C" in log.last.members, 60.0)
-        await end_tasks(downloads)
-        return took_s / quiet_s, clock() - began
-
-    slower, joined_s = simulate(main)
-    assert slower < 1.03
-    assert joined_s < 40.0
+    quiet_s = -await until_round(2) + await until_round(5)
+    endpoints = [RpcEndpoint(swarm.network.transport(f"stranger-{number}"), 5.0) for number in range(4)]
+    downloads = [asyncio.ensure_future(download(each, donor)) for each in endpoints for donor in "WAB" * 2]
+    took_s = -await until_round(log.round + 1) + await until_round(log.round + 3)
+    swarm.start("C")
+    began = clock()
+    await swarm.until(lambda: "C" in log.last.members, 60.0)
+    await end_tasks(downloads)
+    assert clock() - began < 40.0
+    assert took_s < 1.03 * quiet_s
 
 
 @pytest.mark.parametrize(("rule", "share"), [("open", ANSWERS_SHARE), ("friends", JOINERS_SHARE)])
@@ -215,7 +207,7 @@ async def test_downloads_of_bases_get_a_part_of_the_line_during_an_exchange(rule
     assert {content.paced[kind] for kind in kept_results.KINDS} == {ANSWERS_SHARE}
 
 
-def test_nobody_known_waits_for_a_stranger_that_hands_on_a_record(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_nobody_known_waits_for_a_stranger_that_hands_on_a_record(monkeypatch: pytest.MonkeyPatch) -> None:
     honest, orders = Relay.addressed, list[tuple[Kind, str]]()
 
     def addressed(self: Relay, kind: Kind, record: bytes, receivers: Sequence[str], *others: Any) -> Any:
@@ -223,14 +215,10 @@ def test_nobody_known_waits_for_a_stranger_that_hands_on_a_record(monkeypatch: p
         return honest(self, kind, record, receivers, *others)
 
     monkeypatch.setattr(Relay, "addressed", addressed)
-
-    async def main() -> None:
-        swarm = unaudited_swarm("YZ", "ABC")
-        for name in "ABCYZ":
-            swarm.start(name)
-        await swarm.until(lambda: swarm.round_of("Y") >= 2, 400)
-
-    simulate(main)
+    swarm = unaudited_swarm("YZ", "ABC")
+    for name in "ABCYZ":
+        swarm.start(name)
+    await swarm.until(lambda: swarm.round_of("Y") >= 2, 400)
     assert {frozenset(order[3:]) for kind, order in orders if kind == Kind.PROPOSAL and len(order) == 6} == {frozenset("ABC")}
     assert {frozenset(order[3:]) for kind, order in orders if kind == Kind.DECIDED and len(order) == 6} == {frozenset("ABC")}
 

@@ -23,7 +23,7 @@ from spes_p2p.session.own_state import OwnState, StateFile
 from spes_p2p.session.run_dir import made_run_dir
 from spes_p2p.storage.store import DirectoryStore, frame_record
 from spes_p2p.testing.memory_store import MemoryStore
-from spes_p2p.testing.simulate.swarm import VirtualSwarm, campaign, simulate
+from spes_p2p.testing.simulate.swarm import VirtualSwarm, campaign
 
 POINTS = [
     ("append", "commits.log"), ("append:done", "commits.log"),
@@ -163,23 +163,19 @@ async def starts_again(swarm: VirtualSwarm, run_dir: Path) -> None:
 @pytest.mark.parametrize("harm", [*HARMS, "deleted", "an older one"])
 @pytest.mark.sampled(4)
 @pytest.mark.long
-def test_a_harmed_file_of_a_run_dir_is_recovered(
+async def test_a_harmed_file_of_a_run_dir_is_recovered(
     tmp_path: Path, name: str, harm: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     run_dir, earlier = tmp_path / "run", tmp_path / "earlier"
-
-    async def main() -> None:
-        swarm = await at_round_3(run_dir, earlier)
-        (target,) = run_dir.glob(f"{name}*")
-        if harm in HARMS:
-            target.write_bytes(HARMS[harm](target.read_bytes()))
-        elif harm == "deleted" or not (earlier / target.name).exists():
-            target.unlink()
-        else:
-            shutil.copy(earlier / target.name, target)
-        await starts_again(swarm, run_dir)
-
-    simulate(main)
+    swarm = await at_round_3(run_dir, earlier)
+    (target,) = run_dir.glob(f"{name}*")
+    if harm in HARMS:
+        target.write_bytes(HARMS[harm](target.read_bytes()))
+    elif harm == "deleted" or not (earlier / target.name).exists():
+        target.unlink()
+    else:
+        shutil.copy(earlier / target.name, target)
+    await starts_again(swarm, run_dir)
     told = f"{run_dir / name} is damaged, or another campaign's; downloading the base again" in caplog.text
     assert told == (name == "base" and harm in HARMS)
 
