@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import signal
 from functools import partial
@@ -26,13 +27,16 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's backgro
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """Run a test that is a coroutine in virtual time."""
+    """Run a test that is a coroutine: in virtual time unless its marks say otherwise."""
     if not inspect.iscoroutinefunction(pyfuncitem.obj):
         return None
-    from spes_p2p.testing.simulate.swarm import simulate  # other tests do not wait for it
-
     arguments = {name: pyfuncitem.funcargs[name] for name in inspect.signature(pyfuncitem.obj).parameters}
-    simulate(partial(pyfuncitem.obj, **arguments))
+    if pyfuncitem.get_closest_marker("network") or pyfuncitem.get_closest_marker("real_time"):
+        asyncio.run(pyfuncitem.obj(**arguments))
+    else:
+        from spes_p2p.testing.simulate.swarm import simulate  # other tests do not wait for it
+
+        simulate(partial(pyfuncitem.obj, **arguments))
     return True
 
 
