@@ -11,8 +11,9 @@ import os
 import re
 import signal
 import urllib.request
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 import psutil
 import pytest
@@ -258,11 +259,9 @@ def test_a_trainer_that_comes_back_asks_peers_that_it_met_where_nobody_answers(
     async def is_any_listening(addresses: Sequence[str]) -> bool:
         return listens in [names[address] for address in addresses]
 
-    @contextlib.asynccontextmanager
-    async def ends(settings: PeerConfig, addresses: Sequence[str]) -> AsyncIterator[None]:
+    def ends(settings: PeerConfig, addresses: Sequence[str]) -> NoReturn:
         tried.append([names[address] for address in addresses])
         raise UserError("ends")
-        yield
 
     monkeypatch.setattr("spes_p2p.session.run.is_any_listening", is_any_listening)
     monkeypatch.setattr("spes_p2p.session.run.connected", ends)
@@ -333,13 +332,11 @@ def test_a_trainer_that_looks_for_its_campaign_can_be_paused_and_leaves_no_trace
 ) -> None:
     folder = tmp_path / "peer"
 
-    @contextlib.asynccontextmanager
-    async def nobody(settings: PeerConfig, addresses: Sequence[str]) -> AsyncIterator[None]:
+    def nobody(settings: PeerConfig, addresses: Sequence[str]) -> NoReturn:
         ordered = give_pause_order(folder, True)
         assert ordered is not None
         assert (ordered.state, ordered.addresses) == ("preparing", (EXAMPLE_ADDRESS,))
         raise NobodyAnswers("no peer answers")
-        yield
 
     monkeypatch.setattr("spes_p2p.session.run.connected", nobody)
     with pytest.raises(NobodyAnswers):
@@ -375,10 +372,8 @@ def test_who_joins_in_another_peers_run_dir_is_told_and_leaves_it_as_it_was(
     folder = run_dir(tmp_path, [])
     before = sorted(folder.iterdir())
 
-    @contextlib.asynccontextmanager
-    async def refused(settings: PeerConfig, addresses: Sequence[str]) -> AsyncIterator[None]:
+    def refused(settings: PeerConfig, addresses: Sequence[str]) -> NoReturn:
         raise UserError("a running peer uses this identity")
-        yield
 
     monkeypatch.setattr("spes_p2p.session.run.connected", refused)
     with pytest.raises(UserError, match="a running peer"):
