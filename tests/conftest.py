@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import inspect
 import signal
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -20,6 +23,21 @@ settings.load_profile("everyday")
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's background; a test's processes would ignore it, too
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run a test that is a coroutine: in virtual time unless its marks say otherwise."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    arguments = {name: pyfuncitem.funcargs[name] for name in inspect.signature(pyfuncitem.obj).parameters}
+    if pyfuncitem.get_closest_marker("network") or pyfuncitem.get_closest_marker("real_time"):
+        asyncio.run(pyfuncitem.obj(**arguments))
+    else:
+        from spes_p2p.testing.simulate.swarm import simulate  # other tests do not wait for it
+
+        simulate(partial(pyfuncitem.obj, **arguments))
+    return True
 
 
 @pytest.hookimpl(tryfirst=True)

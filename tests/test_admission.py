@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from network_swarm import call
 from recorded_run import CONFIG, run_dir
 
-from spes_p2p.campaign.invitations import from_text, keep, kept, parse_guest, read_option, to_text
+from spes_p2p.campaign.invitations import from_text, keep_invitation, kept, parse_guest, read_option, to_text
 from spes_p2p.consensus.admission import check_admission, signed_invitation
 from spes_p2p.consensus.electorate import coordinator_order
 from spes_p2p.consensus.signed import read_signed, sign
@@ -27,7 +27,7 @@ from spes_p2p.messages.refusals import Code
 from spes_p2p.messages.rounds import Announcement
 from spes_p2p.net.identity import RSAIdentity
 from spes_p2p.net.rpc import RpcEndpoint
-from spes_p2p.testing.simulate.swarm import VirtualSwarm, campaign, simulate
+from spes_p2p.testing.simulate.swarm import VirtualSwarm, campaign
 from spes_p2p.testing.simulated_identity import SimulatedIdentity
 
 SWARM = VirtualSwarm(campaign(admission="invite"))
@@ -115,7 +115,7 @@ def test_a_damaged_text_is_one_line_for_its_user(data: st.DataObject) -> None:
 def test_an_invitation_is_kept_for_its_user_alone_and_replaced_as_a_whole(tmp_path: Path) -> None:
     assert kept(tmp_path) is None
     for each in (invitation("A"), invitation("B")):
-        keep(each, tmp_path)
+        keep_invitation(each, tmp_path)
         assert kept(tmp_path) == each
     (file,) = tmp_path.iterdir()
     assert file.stat().st_mode & 0o777 == 0o600
@@ -176,102 +176,87 @@ async def announce(swarm: VirtualSwarm, name: str, like: str, **changes: Any) ->
 
 
 @pytest.mark.long
-def test_only_invited_peers_are_members_and_only_electors_vote_and_coordinate() -> None:
-    async def main() -> None:
-        swarm = invited_swarm({"A": invitation(), "B": invitation("B", *ELECTOR), "C": invitation("C", *ELECTOR)})
-        swarm.start("X")
-        life = swarm.tasks.pop("X")
-        swarm.peers.pop("X")
-        await swarm.until_finished()
-        with pytest.raises(UserError, match="this campaign admits by invitation only"):
-            await life
-        commits = [decided.commit for decided in swarm.nodes["W"].log.since(-1)]
-        assert {peer for commit in commits for peer in commit.members} == set("WABC")
-        assert all("A" in commit.members and set(commit.electorate) == set("WBC") for commit in commits)
-        assert not any("A" in coordinator_order(commit) for commit in commits)
-        swarm.assert_replicas_agree()
-
-    simulate(main)
+async def test_only_invited_peers_are_members_and_only_electors_vote_and_coordinate() -> None:
+    swarm = invited_swarm({"A": invitation(), "B": invitation("B", *ELECTOR), "C": invitation("C", *ELECTOR)})
+    swarm.start("X")
+    life = swarm.tasks.pop("X")
+    swarm.peers.pop("X")
+    await swarm.until_finished()
+    with pytest.raises(UserError, match="this campaign admits by invitation only"):
+        await life
+    commits = [decided.commit for decided in swarm.nodes["W"].log.since(-1)]
+    assert {peer for commit in commits for peer in commit.members} == set("WABC")
+    assert all("A" in commit.members and set(commit.electorate) == set("WBC") for commit in commits)
+    assert not any("A" in coordinator_order(commit) for commit in commits)
+    swarm.assert_replicas_agree()
 
 
-def test_a_stranger_is_refused_whatever_it_does() -> None:
-    async def main() -> None:
-        swarm = invited_swarm({"A": invitation("A", *ELECTOR), "B": invitation("B")}, training={"total_steps": 10_000})
-        await swarm.until_round(1)
-        mine = {"W": invitation(), "A": swarm.invitations["A"], "B": swarm.invitations["B"]}
-        for like in ("A", "B"):
-            assert "by invitation only" in await announce(swarm, "X", like, invitation=None)
-            assert f"is for {like}" in await announce(swarm, "X", like, invitation=mine[like])
-            assert "did not sign" in await announce(swarm, "X", like, invitation=replace(mine[like], peer="X"))
-            assert "another campaign" in await announce(swarm, "X", like, invitation=mine["W"])
-            serves = {"trains": False, "capacity": 0, "tokens": 0, "routed": (0,) * 4}
-            assert "not for a helper" in await announce(swarm, "B", "B", **serves)
-        commit = swarm.nodes["W"].log.last
-        for name in ("X", "B"):
-            for elector in commit.electorate:
-                request = pack(Prepare(commit.round + 1, commit.id, Ballot(1, name)))
-                with pytest.raises(Refused):
-                    await RpcEndpoint(swarm.network.transport(name), 5.0).ask(elector, PREPARE, request, 5.0)
-
-    simulate(main)
+async def test_a_stranger_is_refused_whatever_it_does() -> None:
+    swarm = invited_swarm({"A": invitation("A", *ELECTOR), "B": invitation("B")}, training={"total_steps": 10_000})
+    await swarm.until_round(1)
+    mine = {"W": invitation(), "A": swarm.invitations["A"], "B": swarm.invitations["B"]}
+    for like in ("A", "B"):
+        assert "by invitation only" in await announce(swarm, "X", like, invitation=None)
+        assert f"is for {like}" in await announce(swarm, "X", like, invitation=mine[like])
+        assert "did not sign" in await announce(swarm, "X", like, invitation=replace(mine[like], peer="X"))
+        assert "another campaign" in await announce(swarm, "X", like, invitation=mine["W"])
+        serves = {"trains": False, "capacity": 0, "tokens": 0, "routed": (0,) * 4}
+        assert "not for a helper" in await announce(swarm, "B", "B", **serves)
+    commit = swarm.nodes["W"].log.last
+    for name in ("X", "B"):
+        for elector in commit.electorate:
+            request = pack(Prepare(commit.round + 1, commit.id, Ballot(1, name)))
+            with pytest.raises(Refused):
+                await RpcEndpoint(swarm.network.transport(name), 5.0).ask(elector, PREPARE, request, 5.0)
 
 
 @pytest.mark.long
-def test_a_peer_whose_invitation_expires_hands_back_its_work_and_says_so() -> None:
-    async def main() -> None:
-        swarm = invited_swarm({"A": invitation("A", *ELECTOR), "B": invitation("B", *ELECTOR)},
-                              training={"total_steps": 200})
-        await swarm.until_round(1)
-        ends = int(swarm.nodes["B"].world.wall_time()) + 30
-        swarm.kill("B")
-        swarm.invitations["B"] = signed_invitation(replace(swarm.invitations["B"], expires=ends, signature=b""), OWNER)
-        swarm.start_again("B")
-        life = swarm.tasks.pop("B")
-        swarm.peers.pop("B")
-        await asyncio.wait({life}, timeout=200)
-        with pytest.raises(UserError, match="the invitation expired at "):
-            life.result()
-        assert "B" in swarm.nodes["W"].departures.gone(swarm.nodes["W"].log.last.id), "it hands back its samples"
-        number = swarm.round_of("A")
-        await swarm.until_round(number + 3)
-        assert "B" not in swarm.nodes["A"].log.last.members
-        await swarm.until_finished()
-
-    simulate(main)
+async def test_a_peer_whose_invitation_expires_hands_back_its_work_and_says_so() -> None:
+    swarm = invited_swarm({"A": invitation("A", *ELECTOR), "B": invitation("B", *ELECTOR)},
+                          training={"total_steps": 200})
+    await swarm.until_round(1)
+    ends = int(swarm.nodes["B"].world.wall_time()) + 30
+    swarm.kill("B")
+    swarm.invitations["B"] = signed_invitation(replace(swarm.invitations["B"], expires=ends, signature=b""), OWNER)
+    swarm.start_again("B")
+    life = swarm.tasks.pop("B")
+    swarm.peers.pop("B")
+    await asyncio.wait({life}, timeout=200)
+    with pytest.raises(UserError, match="the invitation expired at "):
+        life.result()
+    assert "B" in swarm.nodes["W"].departures.gone(swarm.nodes["W"].log.last.id), "it hands back its samples"
+    number = swarm.round_of("A")
+    await swarm.until_round(number + 3)
+    assert "B" not in swarm.nodes["A"].log.last.members
+    await swarm.until_finished()
 
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("rule", ["invite", "open"])
 @pytest.mark.long
-def test_when_a_majority_of_the_electors_is_away_rounds_wait_and_go_on_when_it_is_back(rule: str) -> None:
-    async def main() -> None:
-        swarm = invited_swarm(
-            {"A": invitation("A", *ELECTOR), "B": invitation("B", *ELECTOR), "C": invitation(), "D": invitation()},
-            rule, training={"total_steps": 250}, sync={"min_peers": 4, "reform_after_s": 10_000.0},
-        )
-        await swarm.until_round(1)
-        assert set(swarm.nodes["C"].log.last.electorate) == set("WAB")
-        for name in "WA":
-            swarm.kill(name)
-        await asyncio.sleep(30)
-        number = swarm.nodes["C"].log.round
-        await asyncio.sleep(200)
-        assert swarm.nodes["C"].log.round == number, "C and D, without a seat, decide nothing"
-        swarm.start_again("W")
-        await swarm.until(lambda: swarm.nodes["C"].log.round > number + 1)
-        swarm.start_again("A")
-        await swarm.until_finished()
-        swarm.assert_replicas_agree()
-
-    simulate(main)
+async def test_when_a_majority_of_the_electors_is_away_rounds_wait_and_go_on_when_it_is_back(rule: str) -> None:
+    swarm = invited_swarm(
+        {"A": invitation("A", *ELECTOR), "B": invitation("B", *ELECTOR), "C": invitation(), "D": invitation()},
+        rule, training={"total_steps": 250}, sync={"min_peers": 4, "reform_after_s": 10_000.0},
+    )
+    await swarm.until_round(1)
+    assert set(swarm.nodes["C"].log.last.electorate) == set("WAB")
+    for name in "WA":
+        swarm.kill(name)
+    await asyncio.sleep(30)
+    number = swarm.nodes["C"].log.round
+    await asyncio.sleep(200)
+    assert swarm.nodes["C"].log.round == number, "C and D, without a seat, decide nothing"
+    swarm.start_again("W")
+    await swarm.until(lambda: swarm.nodes["C"].log.round > number + 1)
+    swarm.start_again("A")
+    await swarm.until_finished()
+    swarm.assert_replicas_agree()
 
 
-def test_a_lone_elector_does_not_decide_alone_while_others_train() -> None:
-    async def main() -> None:
-        swarm = invited_swarm({"A": invitation("A", *ELECTOR), "B": invitation()}, training={"total_steps": 200})
-        await swarm.until_round(2)
-        assert swarm.nodes["A"].log.last.electorate == ("W",), "a second vote would only raise the majority"
-        swarm.kill("A")
-        await swarm.until(lambda: all(task.done() for name, task in swarm.tasks.items() if name == "B"))
-
-    simulate(main)
+async def test_a_lone_elector_does_not_decide_alone_while_others_train() -> None:
+    swarm = invited_swarm({"A": invitation("A", *ELECTOR), "B": invitation()}, training={"total_steps": 200})
+    await swarm.until_round(2)
+    assert swarm.nodes["A"].log.last.electorate == ("W",), "a second vote would only raise the majority"
+    swarm.kill("A")
+    await swarm.until(lambda: all(task.done() for name, task in swarm.tasks.items() if name == "B"))

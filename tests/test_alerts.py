@@ -6,7 +6,8 @@ import asyncio
 import math
 import re
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -27,6 +28,7 @@ from spes_p2p.messages.presence import RoundRecord
 from spes_p2p.observe.swarm_status import gather, slow_lines
 from spes_p2p.testing.simulate.swarm import campaign
 
+pytestmark = pytest.mark.real_time
 EXPERTS = Alert("experts_without_owner", "warning", "no peer trains expert 3")
 ROUND_S = 21.0
 """Of a synthetic swarm, whose last round was 9 s ago."""
@@ -191,31 +193,28 @@ class Receiver:
             await asyncio.sleep(0.01)
 
 
-def posting(live: Published, look: Callable[[Receiver], Awaitable[None]]) -> None:
-    async def run() -> None:
-        receiver = Receiver()
-        app = web.Application()
-        app.router.add_post("/secret", receiver.handle)
-        runner = web.AppRunner(app)
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        url = f"http://127.0.0.1:{runner.addresses[0][1]}/secret"
-        task = asyncio.create_task(post_alerts(url, live, Notices(hold_s=0.0), retry_s=0.05))
-        try:
-            await look(receiver)
-            assert not task.done()
-        finally:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
-            await runner.cleanup()
-
-    asyncio.run(run())
+@asynccontextmanager
+async def posting(live: Published) -> AsyncIterator[Receiver]:
+    receiver = Receiver()
+    app = web.Application()
+    app.router.add_post("/secret", receiver.handle)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    url = f"http://127.0.0.1:{runner.addresses[0][1]}/secret"
+    task = asyncio.create_task(post_alerts(url, live, Notices(hold_s=0.0), retry_s=0.05))
+    try:
+        yield receiver
+        assert not task.done()
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await runner.cleanup()
 
 
-def test_the_webhook_gets_json_when_an_alert_begins_and_ends() -> None:
+async def test_the_webhook_gets_json_when_an_alert_begins_and_ends() -> None:
     live = Published(state="live", known_alerts=[EXPERTS], view={"campaign": "fable", "campaign_hash": "ab", "round": 7})
-
-    async def look(receiver: Receiver) -> None:
+    async with posting(live) as receiver:
         await receiver.until(lambda: len(receiver.taken) == 1)
         live.known_alerts = []
         await receiver.until(lambda: len(receiver.taken) == 2)
@@ -227,21 +226,16 @@ def test_the_webhook_gets_json_when_an_alert_begins_and_ends() -> None:
         campaign = {"campaign": "fable", "campaign_hash": "ab", "round": 7}
         assert {name: value for name, value in begin.items() if name != "since"} == {**alert, **campaign}
 
-    posting(live, look)
 
-
-def test_a_notice_that_the_url_refuses_is_posted_again_and_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_notice_that_the_url_refuses_is_posted_again_and_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     live = Published(state="searching")
-
-    async def look(receiver: Receiver) -> None:
+    async with posting(live) as receiver:
         receiver.refuses = True
         await receiver.until(lambda: receiver.refused >= 3)
         assert live.webhook_waiting == 1
         receiver.refuses = False
         await receiver.until(lambda: len(receiver.taken) == 1 and live.webhook_waiting == 0)
         assert receiver.taken[0]["kind"] == "nobody_answers"
-
-    posting(live, look)
     assert live.webhook_refusals >= 3
     refused, taken = [record.getMessage() for record in caplog.records if "--webhook" in record.getMessage()]
     assert "answers 503" in refused
@@ -255,30 +249,27 @@ def test_a_webhook_that_is_no_url_is_refused(url: str) -> None:
         check_webhook(url)
 
 
-def scraped(live: Published) -> list[str]:
-    async def run() -> str:
-        async with serving(live, "127.0.0.1", 0) as url, aiohttp.ClientSession() as session:
-            return await (await session.get(f"{url}metrics")).text()
-
-    return asyncio.run(run()).splitlines()
+async def scraped(live: Published) -> list[str]:
+    async with serving(live, "127.0.0.1", 0) as url, aiohttp.ClientSession() as session:
+        return (await (await session.get(f"{url}metrics")).text()).splitlines()
 
 
-def test_prometheus_can_scrape_the_alerts_and_what_a_webhook_refused() -> None:
-    lines = scraped(Published(state="live", known_alerts=[EXPERTS], webhook_refusals=3, webhook_waiting=2))
+async def test_prometheus_can_scrape_the_alerts_and_what_a_webhook_refused() -> None:
+    lines = await scraped(Published(state="live", known_alerts=[EXPERTS], webhook_refusals=3, webhook_waiting=2))
     assert 'spes_alert{kind="experts_without_owner"} 1.0' in lines
     assert 'spes_alert{kind="no_round"} 0.0' in lines
     assert {"spes_webhook_refusals_total 3.0", "spes_webhook_waiting 2.0"} <= {*lines}
     assert {line.split()[2] for line in lines if line.startswith("# TYPE")} == {*NAMES}
 
 
-def test_prometheus_gets_the_tokens_of_the_peers_and_teams_with_most_whatever_they_call_themselves() -> None:
+async def test_prometheus_gets_the_tokens_of_the_peers_and_teams_with_most_whatever_they_call_themselves() -> None:
     swarm, hostile = synthetic_swarm(MAX_SERIES + 3, 4, 3), 'a"} 9\nspes_alert{kind="x"} 1'
     first, *others = swarm.statuses
     contributions = [replace(each, tokens=10**6 if each.peer == first.peer_id else 5) for each in swarm.totals.contributions]
     totals = replace(swarm.totals, contributions=tuple(contributions))
     view = swarm_view([replace(first, name="Ada", team="owls"), *others], {}, totals, swarm.now)
     next(each for each in view["peers"] if each["peer_id"] == first.peer_id)["name"] = hostile  # records refuse such a name
-    lines = scraped(Published(state="live", view=view))
+    lines = await scraped(Published(state="live", view=view))
     peers = [line for line in lines if line.startswith("spes_peer_tokens{")]
     escaped = hostile.replace('"', r'\"').replace("\n", r"\n")
     assert len(peers) == MAX_SERIES

@@ -10,7 +10,7 @@ from spes_p2p.rounds.archive import NO_ARCHIVE, Archive, archived_rounds, load_a
 from spes_p2p.rounds.base import Base, load_base
 from spes_p2p.rounds.digest import state_digest
 from spes_p2p.testing.memory_store import MemoryStore
-from spes_p2p.testing.simulate.swarm import VirtualSwarm, campaign, simulate
+from spes_p2p.testing.simulate.swarm import VirtualSwarm, campaign
 
 
 def base_of(number: int) -> Base:
@@ -47,15 +47,12 @@ def test_a_damaged_archive_costs_one_line() -> None:
         load_archived(store, 5, 10, "run-dir")
 
 
-def test_the_bootstrap_peer_archives_what_all_members_committed() -> None:
-    async def main() -> None:
-        swarm = VirtualSwarm(campaign(total_steps=60), archive=Archive(2, 2))
-        swarm.start_all()
-        await swarm.until_finished()
-        await swarm.until(lambda: archived_rounds(swarm.stores["W"]) == [4, 6])
-        for number in (4, 6):
-            kept = load_archived(swarm.stores["W"], number, swarm.base0.size, "W")
-            assert kept is not None
-            assert {kept.digest} == swarm.digests()[number]
-
-    simulate(main)
+async def test_the_bootstrap_peer_archives_what_all_members_committed() -> None:
+    swarm = VirtualSwarm(campaign(total_steps=60), archive=Archive(2, 2))
+    swarm.start_all()
+    await swarm.until_finished()
+    await swarm.until(lambda: archived_rounds(swarm.stores["W"]) == [4, 6])
+    for number in (4, 6):
+        kept = load_archived(swarm.stores["W"], number, swarm.base0.size, "W")
+        assert kept is not None
+        assert {kept.digest} == swarm.digests()[number]

@@ -15,7 +15,7 @@ from spes_p2p.messages.methods import COMMITS, CONTROL, PREPARE, STATUS
 from spes_p2p.messages.refusals import Code
 from spes_p2p.net.rpc import RpcEndpoint
 from spes_p2p.rounds.archive import Archive
-from spes_p2p.testing.simulate.swarm import VirtualSwarm, campaign, simulate
+from spes_p2p.testing.simulate.swarm import VirtualSwarm, campaign
 from spes_p2p.testing.simulated_identity import SimulatedIdentity
 
 
@@ -60,151 +60,130 @@ async def finish(swarm: VirtualSwarm) -> None:
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("victim", ["coordinator", "follower"])
 @pytest.mark.long
-def test_a_banned_peer_loses_seat_and_experts_in_the_round_that_applies_the_record(victim: str, overlap: bool) -> None:
-    async def main() -> None:
-        swarm = VirtualSwarm(campaign(total_steps=200, sync={"overlap": overlap}))
-        swarm.start_all()
-        await swarm.until_round(2)
-        ranked = [peer for peer in swarm.nodes["A"].coordinators() if peer != "W"]
-        name = ranked[0] if victim == "coordinator" else ranked[-1]
-        before = swarm.nodes["W"].log.last
-        assert name in before.electorate
-        assert any(before.members[i] == name for owners in before.owners for i in owners)
-        number, life = await ban(swarm, name)
-        commit = swarm.nodes["W"].log.commit_at(number)
-        assert name not in commit.members
-        assert name not in commit.electorate
-        assert all(commit.owners), "its experts have other owners"
-        await asyncio.wait({life}, timeout=200)
-        with pytest.raises(UserError, match=f"this peer \\({name}\\) cannot take part: the owner of this campaign banned"):
-            life.result()
-        await finish(swarm)
-
-    simulate(main)
+async def test_a_banned_peer_loses_seat_and_experts_in_the_round_that_applies_the_record(victim: str, overlap: bool) -> None:
+    swarm = VirtualSwarm(campaign(total_steps=200, sync={"overlap": overlap}))
+    swarm.start_all()
+    await swarm.until_round(2)
+    ranked = [peer for peer in swarm.nodes["A"].coordinators() if peer != "W"]
+    name = ranked[0] if victim == "coordinator" else ranked[-1]
+    before = swarm.nodes["W"].log.last
+    assert name in before.electorate
+    assert any(before.members[i] == name for owners in before.owners for i in owners)
+    number, life = await ban(swarm, name)
+    commit = swarm.nodes["W"].log.commit_at(number)
+    assert name not in commit.members
+    assert name not in commit.electorate
+    assert all(commit.owners), "its experts have other owners"
+    await asyncio.wait({life}, timeout=200)
+    with pytest.raises(UserError, match=f"this peer \\({name}\\) cannot take part: the owner of this campaign banned"):
+        life.result()
+    await finish(swarm)
 
 
-def test_a_banned_peer_is_refused_on_every_stream_and_listed_nowhere() -> None:
-    async def main() -> None:
-        swarm = VirtualSwarm(campaign(total_steps=1000))
-        swarm.start_all()
-        await swarm.until_round(1)
-        await ban(swarm, "C")
-        swarm.network.kill("C")
-        banned = stranger(swarm, "C")
-        commit = swarm.nodes["W"].log.last
-        requests = {
-            STATUS: b"", COMMITS: pack(CommitsRequest(-1)), PREPARE: pack(Prepare(commit.round + 1, commit.id, Ballot(1, "C"))),
-        }
-        for peer in "WAB":
-            for method, request in requests.items():
-                with pytest.raises(Refused) as refused:
-                    await banned.ask(peer, method, request, 5.0)
-                assert refused.value.code is Code.NOT_ADMITTED
-            known = unpack(Known, await banned.ask(peer, CONTROL, pack(ControlRequest(None)), 5.0))
-            assert known.newest == record(swarm, 1, "C"), "the record itself says why"
-            await swarm.nodes[peer].refresh_contacts()
-            assert set(swarm.nodes[peer].contacts) == {*"WAB"}
-
-    simulate(main)
+async def test_a_banned_peer_is_refused_on_every_stream_and_listed_nowhere() -> None:
+    swarm = VirtualSwarm(campaign(total_steps=1000))
+    swarm.start_all()
+    await swarm.until_round(1)
+    await ban(swarm, "C")
+    swarm.network.kill("C")
+    banned = stranger(swarm, "C")
+    commit = swarm.nodes["W"].log.last
+    requests = {
+        STATUS: b"", COMMITS: pack(CommitsRequest(-1)), PREPARE: pack(Prepare(commit.round + 1, commit.id, Ballot(1, "C"))),
+    }
+    for peer in "WAB":
+        for method, request in requests.items():
+            with pytest.raises(Refused) as refused:
+                await banned.ask(peer, method, request, 5.0)
+            assert refused.value.code is Code.NOT_ADMITTED
+        known = unpack(Known, await banned.ask(peer, CONTROL, pack(ControlRequest(None)), 5.0))
+        assert known.newest == record(swarm, 1, "C"), "the record itself says why"
+        await swarm.nodes[peer].refresh_contacts()
+        assert set(swarm.nodes[peer].contacts) == {*"WAB"}
 
 
-def test_a_ban_outlives_restarts_and_joiners_know_it() -> None:
-    async def main() -> None:
-        swarm = VirtualSwarm(campaign(total_steps=1000))
-        swarm.start_all()
-        await swarm.until_round(1)
-        number, _ = await ban(swarm, "C")
-        for name in "WAB":
-            swarm.restart(name)
-        swarm.start("D")
-        await swarm.until(lambda: swarm.round_of("D") > number)
-        assert is_banned(swarm.nodes["D"].log.last.control, "C")
-        swarm.network.kill("C")
-        swarm.start_again("C")
-        life = swarm.tasks.pop("C")
-        swarm.peers.pop("C")
-        await asyncio.wait({life}, timeout=300)
-        with pytest.raises(UserError, match="banned this peer"):
-            life.result()
-        assert not any("C" in d.commit.members for d in swarm.nodes["D"].log.since(number))
-
-    simulate(main)
+async def test_a_ban_outlives_restarts_and_joiners_know_it() -> None:
+    swarm = VirtualSwarm(campaign(total_steps=1000))
+    swarm.start_all()
+    await swarm.until_round(1)
+    number, _ = await ban(swarm, "C")
+    for name in "WAB":
+        swarm.restart(name)
+    swarm.start("D")
+    await swarm.until(lambda: swarm.round_of("D") > number)
+    assert is_banned(swarm.nodes["D"].log.last.control, "C")
+    swarm.network.kill("C")
+    swarm.start_again("C")
+    life = swarm.tasks.pop("C")
+    swarm.peers.pop("C")
+    await asyncio.wait({life}, timeout=300)
+    with pytest.raises(UserError, match="banned this peer"):
+        life.result()
+    assert not any("C" in d.commit.members for d in swarm.nodes["D"].log.since(number))
 
 
-def test_a_newcomer_that_is_banned_already_ends_with_the_reason() -> None:
-    async def main() -> None:
-        swarm = VirtualSwarm(campaign(total_steps=1000))
-        swarm.start_all()
-        await swarm.until_round(1)
-        await order(swarm, "W", record(swarm, 1, "X"))
-        await swarm.until(lambda: all(is_banned(node.log.last.control, "X") for node in swarm.nodes.values()))
-        swarm.start("X")
-        life = swarm.tasks.pop("X")
-        swarm.peers.pop("X")
-        await asyncio.wait({life}, timeout=100)
-        with pytest.raises(UserError, match="banned this peer"):
-            life.result()
-
-    simulate(main)
+async def test_a_newcomer_that_is_banned_already_ends_with_the_reason() -> None:
+    swarm = VirtualSwarm(campaign(total_steps=1000))
+    swarm.start_all()
+    await swarm.until_round(1)
+    await order(swarm, "W", record(swarm, 1, "X"))
+    await swarm.until(lambda: all(is_banned(node.log.last.control, "X") for node in swarm.nodes.values()))
+    swarm.start("X")
+    life = swarm.tasks.pop("X")
+    swarm.peers.pop("X")
+    await asyncio.wait({life}, timeout=100)
+    with pytest.raises(UserError, match="banned this peer"):
+        life.result()
 
 
 @pytest.mark.slow
-def test_a_lifted_ban_lets_the_peer_back_in() -> None:
-    async def main() -> None:
-        swarm = VirtualSwarm(campaign(total_steps=450))
-        swarm.start_all()
-        await swarm.until_round(1)
-        number, life = await ban(swarm, "C")
-        await asyncio.wait({life}, timeout=200)
-        await order(swarm, "A", record(swarm, 2))
-        await swarm.until(lambda: all(not is_banned(node.log.last.control, "C") for node in swarm.nodes.values()))
-        swarm.network.kill("C")
-        swarm.start_again("C")
-        await swarm.until(lambda: "C" in swarm.nodes["W"].log.last.members)
-        await finish(swarm)
-        members = [decided.commit.round for decided in swarm.nodes["W"].log.since(number - 1) if "C" in decided.commit.members]
-        assert min(members) > number
-
-    simulate(main)
+async def test_a_lifted_ban_lets_the_peer_back_in() -> None:
+    swarm = VirtualSwarm(campaign(total_steps=450))
+    swarm.start_all()
+    await swarm.until_round(1)
+    number, life = await ban(swarm, "C")
+    await asyncio.wait({life}, timeout=200)
+    await order(swarm, "A", record(swarm, 2))
+    await swarm.until(lambda: all(not is_banned(node.log.last.control, "C") for node in swarm.nodes.values()))
+    swarm.network.kill("C")
+    swarm.start_again("C")
+    await swarm.until(lambda: "C" in swarm.nodes["W"].log.last.members)
+    await finish(swarm)
+    members = [decided.commit.round for decided in swarm.nodes["W"].log.since(number - 1) if "C" in decided.commit.members]
+    assert min(members) > number
 
 
 @pytest.mark.long
-def test_a_rollback_that_also_applies_a_ban_takes_the_seat_too() -> None:
-    async def main() -> None:
-        swarm = VirtualSwarm(campaign(total_steps=300), archive=Archive(2, 2))
-        swarm.start_all()
-        await swarm.until_round(5)
-        kept = max(number for number in (2, 4) if number < swarm.nodes["W"].log.round)
-        parent = swarm.nodes["W"].log.last
-        victim = max(set(parent.electorate) - {"W"})
-        made = rollback_commit(parent, record(swarm, 1, victim, rollback=kept), "d" * 64, 0)
-        assert victim not in made.electorate
-        assert dict(zip(made.electorate, made.incarnations, strict=True)).items() <= dict(
-            zip(parent.electorate, parent.incarnations, strict=True)).items()
-        everybody = rollback_commit(parent, record(swarm, 1, *parent.electorate, rollback=kept), "d" * 64, 0)
-        assert everybody.electorate == parent.electorate, "somebody has to decide"
-        life = swarm.tasks.pop(victim)
-        swarm.peers.pop(victim)
-        swarm.nodes.pop(victim)
-        await order(swarm, "W", record(swarm, 1, victim, rollback=kept))
-        await swarm.until(lambda: all(is_banned(node.log.last.control, victim) for node in swarm.nodes.values()))
-        await finish(swarm)
-        assert life.done()
-        applied = [d.commit for d in swarm.nodes["W"].log.since(-1) if is_banned(d.commit.control, victim)]
-        assert not any(victim in commit.electorate for commit in applied)
-
-    simulate(main)
+async def test_a_rollback_that_also_applies_a_ban_takes_the_seat_too() -> None:
+    swarm = VirtualSwarm(campaign(total_steps=300), archive=Archive(2, 2))
+    swarm.start_all()
+    await swarm.until_round(5)
+    kept = max(number for number in (2, 4) if number < swarm.nodes["W"].log.round)
+    parent = swarm.nodes["W"].log.last
+    victim = max(set(parent.electorate) - {"W"})
+    made = rollback_commit(parent, record(swarm, 1, victim, rollback=kept), "d" * 64, 0)
+    assert victim not in made.electorate
+    assert dict(zip(made.electorate, made.incarnations, strict=True)).items() <= dict(
+        zip(parent.electorate, parent.incarnations, strict=True)).items()
+    everybody = rollback_commit(parent, record(swarm, 1, *parent.electorate, rollback=kept), "d" * 64, 0)
+    assert everybody.electorate == parent.electorate, "somebody has to decide"
+    life = swarm.tasks.pop(victim)
+    swarm.peers.pop(victim)
+    swarm.nodes.pop(victim)
+    await order(swarm, "W", record(swarm, 1, victim, rollback=kept))
+    await swarm.until(lambda: all(is_banned(node.log.last.control, victim) for node in swarm.nodes.values()))
+    await finish(swarm)
+    assert life.done()
+    applied = [d.commit for d in swarm.nodes["W"].log.since(-1) if is_banned(d.commit.control, victim)]
+    assert not any(victim in commit.electorate for commit in applied)
 
 
-def test_nobody_but_the_owner_bans() -> None:
-    async def main() -> None:
-        swarm = VirtualSwarm(campaign())
-        swarm.start_all()
-        await swarm.until_round(1)
-        good = record(swarm, 1, "C")
-        for forged in (replace(good, banned=("A",)), signed(good, SimulatedIdentity("B"))):
-            with pytest.raises(Refused, match="did not sign"):
-                await order(swarm, "A", forged)
-        await finish(swarm)
-
-    simulate(main)
+async def test_nobody_but_the_owner_bans() -> None:
+    swarm = VirtualSwarm(campaign())
+    swarm.start_all()
+    await swarm.until_round(1)
+    good = record(swarm, 1, "C")
+    for forged in (replace(good, banned=("A",)), signed(good, SimulatedIdentity("B"))):
+        with pytest.raises(Refused, match="did not sign"):
+            await order(swarm, "A", forged)
+    await finish(swarm)

@@ -22,7 +22,6 @@ from spes_p2p.observe.events import Evaluated, Event, PromptsContinued
 from spes_p2p.observe.rounds import totals_of
 from spes_p2p.peer.history_sync import pages
 from spes_p2p.rounds.certified import Hearsay, certified
-from spes_p2p.testing.simulate.swarm import simulate
 
 
 def moved(record: RoundRecord, to: str) -> RoundRecord:
@@ -52,114 +51,98 @@ LIES: dict[str, Callable[[RoundRecord], RoundRecord]] = {
 
 
 @pytest.mark.long
-def test_honest_records_are_certified_and_lies_are_not(tmp_path: Path) -> None:
-    async def main() -> None:
-        swarm = RememberingSwarm(tmp_path, total_steps=120)
-        await swarm.begin()
-        await swarm.until_round(3)
-        swarm.kill("B")
-        await swarm.until_round(5)
-        await swarm.join("D")
-        await swarm.until(lambda: "D" in swarm.nodes and swarm.round_of("D") >= 9)
-        config, log = swarm.campaign.config, swarm.nodes["W"].log
-        records = [record for name in "WAD" for record in swarm.histories[name].rounds.records if record.round <= log.round]
-        assert len(records) > 20
-        assert [certified(record, log, config) for record in records] == records
-        record = swarm.records("A")[2]
-        assert sum(each.tokens > 0 for each in record.contributions) == 3
-        for lie, tell in LIES.items():
-            assert certified(tell(record), log, config) is None, lie
-        named = replace(record, names=(Named("A", "Ada", ""), Named("liar", "Ada", "")))
-        assert certified(named, log, config) == replace(named, names=(Named("A", "Ada", ""),))
-        false = replace(record, control="stopped", learning_rate=9.0, members=10**6)
-        assert certified(false, log, config) == replace(record, members=len(log.commit_at(2).members))
-
-    simulate(main)
+async def test_honest_records_are_certified_and_lies_are_not(tmp_path: Path) -> None:
+    swarm = RememberingSwarm(tmp_path, total_steps=120)
+    await swarm.begin()
+    await swarm.until_round(3)
+    swarm.kill("B")
+    await swarm.until_round(5)
+    await swarm.join("D")
+    await swarm.until(lambda: "D" in swarm.nodes and swarm.round_of("D") >= 9)
+    config, log = swarm.campaign.config, swarm.nodes["W"].log
+    records = [record for name in "WAD" for record in swarm.histories[name].rounds.records if record.round <= log.round]
+    assert len(records) > 20
+    assert [certified(record, log, config) for record in records] == records
+    record = swarm.records("A")[2]
+    assert sum(each.tokens > 0 for each in record.contributions) == 3
+    for lie, tell in LIES.items():
+        assert certified(tell(record), log, config) is None, lie
+    named = replace(record, names=(Named("A", "Ada", ""), Named("liar", "Ada", "")))
+    assert certified(named, log, config) == replace(named, names=(Named("A", "Ada", ""),))
+    false = replace(record, control="stopped", learning_rate=9.0, members=10**6)
+    assert certified(false, log, config) == replace(record, members=len(log.commit_at(2).members))
 
 
 @pytest.mark.long
-def test_a_peer_takes_over_no_lie(tmp_path: Path) -> None:
+async def test_a_peer_takes_over_no_lie(tmp_path: Path) -> None:
     """A joiner asks the liar first, since it trains."""
-
-    async def main() -> None:
-        swarm = RememberingSwarm(tmp_path, total_steps=100)
-        await swarm.begin()
-        await swarm.until_round(4)
-        tell_lies(swarm, "A", 3)
-        await swarm.join("D")
-        await swarm.until(lambda: "D" in swarm.nodes and swarm.round_of("D") >= 6)
-        await swarm.until(lambda: swarm.credits_all("D", 6))
-        assert {each.peer for each in totals_of(swarm.records("D").values()).contributions} == {"A", "B", "C", "D"}
-        told, true = ([swarm.records(name)[n].contributions for n in range(4)] for name in "DW")
-        assert told == true
-
-    simulate(main)
+    swarm = RememberingSwarm(tmp_path, total_steps=100)
+    await swarm.begin()
+    await swarm.until_round(4)
+    tell_lies(swarm, "A", 3)
+    await swarm.join("D")
+    await swarm.until(lambda: "D" in swarm.nodes and swarm.round_of("D") >= 6)
+    await swarm.until(lambda: swarm.credits_all("D", 6))
+    assert {each.peer for each in totals_of(swarm.records("D").values()).contributions} == {"A", "B", "C", "D"}
+    told, true = ([swarm.records(name)[n].contributions for n in range(4)] for name in "DW")
+    assert told == true
 
 
-def test_what_no_certificate_covers_needs_the_owners_helper_or_two_electors(tmp_path: Path) -> None:
-    async def main() -> None:
-        swarm = RememberingSwarm(tmp_path)
-        await swarm.begin()
-        await swarm.until_round(4)
-        log, record = swarm.nodes["W"].log, replace(swarm.records("A")[2], validation_loss=4.0)
-        lie = replace(record, loss=0.1, validation_loss=0.1)
-        hearsay = Hearsay(log, swarm.campaign.config)
-        first, second = sorted(set(log.last.electorate) - {"W"})[:2]
-        assert hearsay.believed("W", record) == record
+async def test_what_no_certificate_covers_needs_the_owners_helper_or_two_electors(tmp_path: Path) -> None:
+    swarm = RememberingSwarm(tmp_path)
+    await swarm.begin()
+    await swarm.until_round(4)
+    log, record = swarm.nodes["W"].log, replace(swarm.records("A")[2], validation_loss=4.0)
+    lie = replace(record, loss=0.1, validation_loss=0.1)
+    hearsay = Hearsay(log, swarm.campaign.config)
+    first, second = sorted(set(log.last.electorate) - {"W"})[:2]
+    assert hearsay.believed("W", record) == record
 
-        def losses(peer: str, told: RoundRecord) -> list[float]:
-            found = hearsay.believed(peer, told)
-            assert found is not None
-            return [loss for loss in (found.loss, found.validation_loss) if math.isfinite(loss)]
+    def losses(peer: str, told: RoundRecord) -> list[float]:
+        found = hearsay.believed(peer, told)
+        assert found is not None
+        return [loss for loss in (found.loss, found.validation_loss) if math.isfinite(loss)]
 
-        assert losses(first, lie) == losses(first, lie) == losses("Z", lie) == []
-        assert losses(second, record) == []
-        assert losses(first, record) == [record.loss, 4.0]
-        assert losses("Z", record) == [record.loss, 4.0]
-        assert losses("Z", lie) == []
-        assert Hearsay(log, swarm.campaign.config, own="Z").believed("Z", record) == record
-
-    simulate(main)
+    assert losses(first, lie) == losses(first, lie) == losses("Z", lie) == []
+    assert losses(second, record) == []
+    assert losses(first, record) == [record.loss, 4.0]
+    assert losses("Z", record) == [record.loss, 4.0]
+    assert losses("Z", lie) == []
+    assert Hearsay(log, swarm.campaign.config, own="Z").believed("Z", record) == record
 
 
-def test_a_dashboard_of_ones_own_trainer_draws_the_losses_that_it_tells(tmp_path: Path) -> None:
-    async def main() -> None:
-        swarm = RememberingSwarm(tmp_path, total_steps=100)
-        await swarm.begin()
-        await swarm.until_round(4)
-        client: Any = Client(swarm, "C")
-        await learn_commits(client.endpoint, client.log, "A")
-        statuses = [PeerStatus(name, "trainer", "c", "h", 20, round=4, base_digest="d", uptime_s=float(name == "B"))
-                    for name in "AB"]
-        drawn = {}
-        for own in ("", "A"):
-            history = SwarmHistory()
-            await _learn_past(client, Chronicle(client, swarm.campaign.config, own), statuses[:1], history)
-            drawn[own] = [record.round for record in history.rounds.records if math.isfinite(record.loss)]
-        assert drawn == {"": [], "A": [record.round for record in history.rounds.records if record.tokens]}
+async def test_a_dashboard_of_ones_own_trainer_draws_the_losses_that_it_tells(tmp_path: Path) -> None:
+    swarm = RememberingSwarm(tmp_path, total_steps=100)
+    await swarm.begin()
+    await swarm.until_round(4)
+    client: Any = Client(swarm, "C")
+    await learn_commits(client.endpoint, client.log, "A")
+    statuses = [PeerStatus(name, "trainer", "c", "h", 20, round=4, base_digest="d", uptime_s=float(name == "B"))
+                for name in "AB"]
+    drawn = {}
+    for own in ("", "A"):
         history = SwarmHistory()
-        await _learn_past(client, Chronicle(client, swarm.campaign.config, "A"), statuses, history)
-        assert {teller for told in history.traffic.values() for teller in told} == {"A"}
-
-    simulate(main)
+        await _learn_past(client, Chronicle(client, swarm.campaign.config, own), statuses[:1], history)
+        drawn[own] = [record.round for record in history.rounds.records if math.isfinite(record.loss)]
+    assert drawn == {"": [], "A": [record.round for record in history.rounds.records if record.tokens]}
+    history = SwarmHistory()
+    await _learn_past(client, Chronicle(client, swarm.campaign.config, "A"), statuses, history)
+    assert {teller for told in history.traffic.values() for teller in told} == {"A"}
 
 
 @pytest.mark.long
-def test_a_joiner_takes_no_loss_that_one_elector_tells(tmp_path: Path) -> None:
-    async def main() -> None:
-        swarm = RememberingSwarm(tmp_path, total_steps=100)
-        await swarm.begin()
-        await swarm.until_round(4)
-        swarm.kill("W")
-        for liar, lie in (("A", 0.1), ("B", 0.2)):
-            for number, record in swarm.histories[liar].rounds._records.items():
-                swarm.histories[liar].rounds._records[number] = replace(record, loss=lie, validation_loss=lie)
-        await swarm.join("D")
-        await swarm.until(lambda: "D" in swarm.nodes and swarm.round_of("D") >= 6)
-        await swarm.until(lambda: swarm.credits_all("D", 6))
-        assert all(math.isnan(swarm.records("D")[number].loss) for number in range(1, 4))
-
-    simulate(main)
+async def test_a_joiner_takes_no_loss_that_one_elector_tells(tmp_path: Path) -> None:
+    swarm = RememberingSwarm(tmp_path, total_steps=100)
+    await swarm.begin()
+    await swarm.until_round(4)
+    swarm.kill("W")
+    for liar, lie in (("A", 0.1), ("B", 0.2)):
+        for number, record in swarm.histories[liar].rounds._records.items():
+            swarm.histories[liar].rounds._records[number] = replace(record, loss=lie, validation_loss=lie)
+    await swarm.join("D")
+    await swarm.until(lambda: "D" in swarm.nodes and swarm.round_of("D") >= 6)
+    await swarm.until(lambda: swarm.credits_all("D", 6))
+    assert all(math.isnan(swarm.records("D")[number].loss) for number in range(1, 4))
 
 
 def tell_lies(swarm: RememberingSwarm, name: str, rounds: int) -> None:
@@ -183,27 +166,24 @@ class Client:
 
 @pytest.mark.parametrize("is_helper_there", [True, False])
 @pytest.mark.long
-def test_a_dashboard_credits_nobody_for_a_lie(tmp_path: Path, is_helper_there: bool) -> None:
-    async def main() -> None:
-        swarm = RememberingSwarm(tmp_path, total_steps=100)
-        await swarm.begin()
-        await swarm.until_round(5)
-        tell_lies(swarm, "A", 3)
-        client: Any = Client(swarm, "C")
-        chronicle = Chronicle(client, swarm.campaign.config)
-        names = "AWB" if is_helper_there else "AB"
-        statuses = [PeerStatus(name, "helper" if name == "W" else "trainer", "c", "h", 20, round=5, base_digest="d",
-                               uptime_s=9.0 if name == "A" else 1.0) for name in names]
-        history = SwarmHistory()
-        await learn_commits(client.endpoint, client.log, names[0])
-        await _learn_past(client, chronicle, statuses, history)
-        records = [record for record in history.rounds.records if record.round <= 5]
-        honest = [swarm.records("W")[record.round].contributions for record in records]
-        assert [record.round for record in records] == list(range(6))
-        assert [record.contributions for record in records] == honest
-        assert owners_first(client, ["A", "W", "B"])[0] == "W"
-
-    simulate(main)
+async def test_a_dashboard_credits_nobody_for_a_lie(tmp_path: Path, is_helper_there: bool) -> None:
+    swarm = RememberingSwarm(tmp_path, total_steps=100)
+    await swarm.begin()
+    await swarm.until_round(5)
+    tell_lies(swarm, "A", 3)
+    client: Any = Client(swarm, "C")
+    chronicle = Chronicle(client, swarm.campaign.config)
+    names = "AWB" if is_helper_there else "AB"
+    statuses = [PeerStatus(name, "helper" if name == "W" else "trainer", "c", "h", 20, round=5, base_digest="d",
+                           uptime_s=9.0 if name == "A" else 1.0) for name in names]
+    history = SwarmHistory()
+    await learn_commits(client.endpoint, client.log, names[0])
+    await _learn_past(client, chronicle, statuses, history)
+    records = [record for record in history.rounds.records if record.round <= 5]
+    honest = [swarm.records("W")[record.round].contributions for record in records]
+    assert [record.round for record in records] == list(range(6))
+    assert [record.contributions for record in records] == honest
+    assert owners_first(client, ["A", "W", "B"])[0] == "W"
 
 
 LATER: dict[str, tuple[Callable[[int], Event], Callable[[PeerStatus], PeerStatus], int, dict[str, Any]]] = {
@@ -221,27 +201,23 @@ LATER: dict[str, tuple[Callable[[int], Event], Callable[[PeerStatus], PeerStatus
 
 
 @pytest.mark.parametrize("what", LATER)
-def test_a_dashboard_shows_what_comes_after_it_has_read_the_rounds(
+async def test_a_dashboard_shows_what_comes_after_it_has_read_the_rounds(
     what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("spes_p2p.client.dashboard.poll.TIMELINE_ROUNDS", 1)
     event, later, round_number, expected = LATER[what]
-
-    async def main() -> None:
-        swarm = RememberingSwarm(tmp_path, total_steps=100)
-        await swarm.begin()
-        await swarm.until_round(5)
-        client: Any = Client(swarm, "C")
-        chronicle, history = Chronicle(client, swarm.campaign.config), SwarmHistory()
-        await learn_commits(client.endpoint, client.log, "W")
-        status = PeerStatus("W", "helper", "c", "h", 20, round=client.log.round, base_digest="d")
-        await _learn_rounds(client, chronicle, [status], history)
-        swarm.histories["W"].record(event(status.round))
-        await _learn_rounds(client, chronicle, [later(status)], history)
-        shown = history.rounds.records[status.round if round_number < 0 else round_number]
-        assert {name: getattr(shown, name) for name in expected} == expected
-
-    simulate(main)
+    swarm = RememberingSwarm(tmp_path, total_steps=100)
+    await swarm.begin()
+    await swarm.until_round(5)
+    client: Any = Client(swarm, "C")
+    chronicle, history = Chronicle(client, swarm.campaign.config), SwarmHistory()
+    await learn_commits(client.endpoint, client.log, "W")
+    status = PeerStatus("W", "helper", "c", "h", 20, round=client.log.round, base_digest="d")
+    await _learn_rounds(client, chronicle, [status], history)
+    swarm.histories["W"].record(event(status.round))
+    await _learn_rounds(client, chronicle, [later(status)], history)
+    shown = history.rounds.records[status.round if round_number < 0 else round_number]
+    assert {name: getattr(shown, name) for name in expected} == expected
 
 
 def test_what_a_living_peer_calls_itself_counts_before_what_others_say() -> None:

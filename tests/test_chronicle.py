@@ -29,7 +29,6 @@ from spes_p2p.peer.history_sync import (
     _page,
     pages,
 )
-from spes_p2p.testing.simulate.swarm import simulate
 
 FIRST = RoundCommitted(
     round=0, campaign_step=0, total_steps=50, tokens=0, total_tokens=0, loss=math.nan, members=("a", "b"),
@@ -137,29 +136,25 @@ def test_a_record_that_no_peer_would_write_is_refused(tmp_path: Path, change: di
 # In a swarm --------------------------------------------------------------------------------------------------------------
 
 
-def test_a_trainer_fetches_the_last_rounds_only_and_a_helper_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_trainer_fetches_the_last_rounds_only_and_a_helper_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(history_sync, "FETCHED_ROUNDS", 3)
     monkeypatch.setattr(history_sync, "LOOK_BACK", 0)
-
-    async def main() -> None:
-        swarm = RememberingSwarm(tmp_path, total_steps=100)
-        await swarm.begin()
-        await swarm.until_round(6)
-        for number in range(3):
-            del swarm.histories["W"].rounds._records[number]
-        await swarm.join("D")
-        await swarm.join_as_helper("H")
-        await swarm.until(lambda: "D" in swarm.nodes and swarm.round_of("D") >= 8)
-        await asyncio.sleep(5.0)
-        assert min(swarm.records("D")) > 0
-        assert swarm.records("D").keys() >= {*range(min(swarm.records("D")), 9)}
-        for helper in "WH":
-            assert swarm.records(helper).keys() >= {*range(9)}
-
-    simulate(main)
+    swarm = RememberingSwarm(tmp_path, total_steps=100)
+    await swarm.begin()
+    await swarm.until_round(6)
+    for number in range(3):
+        del swarm.histories["W"].rounds._records[number]
+    await swarm.join("D")
+    await swarm.join_as_helper("H")
+    await swarm.until(lambda: "D" in swarm.nodes and swarm.round_of("D") >= 8)
+    await asyncio.sleep(5.0)
+    assert min(swarm.records("D")) > 0
+    assert swarm.records("D").keys() >= {*range(min(swarm.records("D")), 9)}
+    for helper in "WH":
+        assert swarm.records(helper).keys() >= {*range(9)}
 
 
-def test_who_lacks_rounds_that_nobody_has_does_not_read_the_later_ones_of_all(
+async def test_who_lacks_rounds_that_nobody_has_does_not_read_the_later_ones_of_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(history_sync, "RECORDS_PER_MESSAGE", 1)
@@ -171,113 +166,95 @@ def test_who_lacks_rounds_that_nobody_has_does_not_read_the_later_ones_of_all(
         return page_of(rounds, wanted)
 
     monkeypatch.setattr(history_sync, "_page", page)
-
-    async def main() -> None:
-        swarm = RememberingSwarm(tmp_path, total_steps=100)
-        await swarm.begin()
-        await swarm.until_round(6)
-        told.clear()
-        for history in swarm.histories.values():
-            del history.rounds._records[1]
-        await asyncio.sleep(8.0)
-        assert told
-        assert max(told) == 2
-
-    simulate(main)
+    swarm = RememberingSwarm(tmp_path, total_steps=100)
+    await swarm.begin()
+    await swarm.until_round(6)
+    told.clear()
+    for history in swarm.histories.values():
+        del history.rounds._records[1]
+    await asyncio.sleep(8.0)
+    assert told
+    assert max(told) == 2
 
 
 @pytest.mark.long
-def test_a_joiner_and_the_bootstrap_know_all_rounds_and_contributions(tmp_path: Path) -> None:
-    async def main() -> None:
-        swarm = RememberingSwarm(tmp_path, total_steps=100)
-        await swarm.begin()
-        swarm.nodes["A"].named, swarm.nodes["B"].named = ("Ada", "Night owls"), ("", "night owls")
-        await swarm.until_round(4)
-        swarm.nodes["A"].named = "Ada L.", "Night owls"
-        await swarm.join("D")
-        await swarm.until(lambda: "D" in swarm.nodes and swarm.round_of("D") >= 7)
-        await swarm.until(lambda: all(swarm.credits_all(name, 7) for name in "WAD"))
-        for number in range(1, 8):
-            a, d, w = (swarm.records(name)[number] for name in "ADW")
-            assert a.loss == d.loss == w.loss
-            assert a.contributions == d.contributions == w.contributions
-        totals = totals_of(swarm.records("D").values())
-        assert {each.peer for each in totals.contributions} == {"A", "B", "C", "D"}
-        assert {each.peer: each.name for each in totals.names.values()} == {"A": "Ada L.", "B": ""}
-        assert totals.teams() == [("Night owls", 2, sum(each.tokens for each in totals.contributions if each.peer in "AB"))]
-        assert all(each.expert_steps > 0 for each in totals.contributions)
-
-    simulate(main)
+async def test_a_joiner_and_the_bootstrap_know_all_rounds_and_contributions(tmp_path: Path) -> None:
+    swarm = RememberingSwarm(tmp_path, total_steps=100)
+    await swarm.begin()
+    swarm.nodes["A"].named, swarm.nodes["B"].named = ("Ada", "Night owls"), ("", "night owls")
+    await swarm.until_round(4)
+    swarm.nodes["A"].named = "Ada L.", "Night owls"
+    await swarm.join("D")
+    await swarm.until(lambda: "D" in swarm.nodes and swarm.round_of("D") >= 7)
+    await swarm.until(lambda: all(swarm.credits_all(name, 7) for name in "WAD"))
+    for number in range(1, 8):
+        a, d, w = (swarm.records(name)[number] for name in "ADW")
+        assert a.loss == d.loss == w.loss
+        assert a.contributions == d.contributions == w.contributions
+    totals = totals_of(swarm.records("D").values())
+    assert {each.peer for each in totals.contributions} == {"A", "B", "C", "D"}
+    assert {each.peer: each.name for each in totals.names.values()} == {"A": "Ada L.", "B": ""}
+    assert totals.teams() == [("Night owls", 2, sum(each.tokens for each in totals.contributions if each.peer in "AB"))]
+    assert all(each.expert_steps > 0 for each in totals.contributions)
 
 
 @pytest.mark.long
-def test_a_peer_that_joins_again_without_a_name_has_none_in_its_own_journal_either(tmp_path: Path) -> None:
+async def test_a_peer_that_joins_again_without_a_name_has_none_in_its_own_journal_either(tmp_path: Path) -> None:
     """Who stayed hears that the name is gone; the peer itself knew of it before its restart only."""
-
-    async def main() -> None:
-        swarm = RememberingSwarm(tmp_path, total_steps=200)
-        await swarm.begin()
-        swarm.nodes["A"].named = "Ada", "Night owls"
-        await swarm.until(lambda: bool(totals_of(swarm.records("A").values()).called("A").name))
-        swarm.kill("A")
-        swarm.prepare("A")
-        swarm.start_again("A")
-        await swarm.attach("A")
-        await swarm.until(lambda: not any(totals_of(swarm.records(peer).values()).called("A").name for peer in "AW"))
-        assert "A" not in totals_of(swarm.records("A").values()).names
-
-    simulate(main)
+    swarm = RememberingSwarm(tmp_path, total_steps=200)
+    await swarm.begin()
+    swarm.nodes["A"].named = "Ada", "Night owls"
+    await swarm.until(lambda: bool(totals_of(swarm.records("A").values()).called("A").name))
+    swarm.kill("A")
+    swarm.prepare("A")
+    swarm.start_again("A")
+    await swarm.attach("A")
+    await swarm.until(lambda: not any(totals_of(swarm.records(peer).values()).called("A").name for peer in "AW"))
+    assert "A" not in totals_of(swarm.records("A").values()).names
 
 
 @pytest.mark.parametrize("names", [pytest.param("W", marks=pytest.mark.slow), "WABC"])
 @pytest.mark.long
-def test_damaged_journals_cost_later_joiners_neither_rounds_nor_credit(tmp_path: Path, names: str) -> None:
+async def test_damaged_journals_cost_later_joiners_neither_rounds_nor_credit(tmp_path: Path, names: str) -> None:
     """Each peer loses another round: what one lacks, another has."""
-
-    async def main() -> None:
-        swarm = RememberingSwarm(tmp_path, total_steps=400)
-        await swarm.begin()
-        await swarm.until_round(5)
-        for number, name in enumerate(names, start=1):
-            await swarm.restart_damaged(name, b'"event":"RoundCommitted","round":%d,' % number)
-            assert swarm.histories[name].rounds.missing(range(5)) == [number]
-            await swarm.until(functools.partial(swarm.credits_all, name, 5))
-        await swarm.join("D")
-        await swarm.until(lambda: "D" in swarm.nodes and swarm.round_of("D") >= 10)
-        await swarm.until(lambda: all(swarm.credits_all(name, 10) for name in "WABCD"))
-
-    simulate(main)
+    swarm = RememberingSwarm(tmp_path, total_steps=400)
+    await swarm.begin()
+    await swarm.until_round(5)
+    for number, name in enumerate(names, start=1):
+        await swarm.restart_damaged(name, b'"event":"RoundCommitted","round":%d,' % number)
+        assert swarm.histories[name].rounds.missing(range(5)) == [number]
+        await swarm.until(functools.partial(swarm.credits_all, name, 5))
+    await swarm.join("D")
+    await swarm.until(lambda: "D" in swarm.nodes and swarm.round_of("D") >= 10)
+    await swarm.until(lambda: all(swarm.credits_all(name, 10) for name in "WABCD"))
 
 
 @pytest.mark.long
-def test_a_peer_answers_at_most_a_message_of_records(tmp_path: Path) -> None:
-    async def main() -> None:
-        swarm = RememberingSwarm(tmp_path)
-        await swarm.begin()
-        await swarm.until_round(1)
-        history, node = swarm.histories["A"], swarm.nodes["W"]
-        first = history.rounds.records[0]
-        many = tuple(Contribution(f"peer-{i}", i, i) for i in range(MAX_MEMBERS))
-        fitting = CONTRIBUTIONS_PER_MESSAGE // MAX_MEMBERS
+async def test_a_peer_answers_at_most_a_message_of_records(tmp_path: Path) -> None:
+    swarm = RememberingSwarm(tmp_path)
+    await swarm.begin()
+    await swarm.until_round(1)
+    history, node = swarm.histories["A"], swarm.nodes["W"]
+    first = history.rounds.records[0]
+    many = tuple(Contribution(f"peer-{i}", i, i) for i in range(MAX_MEMBERS))
+    fitting = CONTRIBUTIONS_PER_MESSAGE // MAX_MEMBERS
 
-        async def asked(after: int) -> list[int]:
-            reply = await node.endpoint.ask("A", HISTORY, pack(HistoryRequest(after, 10**6)))
-            page = unpack(HistoryPage, expanded(reply))
-            return [record.round for record in page.records]
+    async def asked(after: int) -> list[int]:
+        reply = await node.endpoint.ask("A", HISTORY, pack(HistoryRequest(after, 10**6)))
+        page = unpack(HistoryPage, expanded(reply))
+        return [record.round for record in page.records]
 
-        history.add([replace(first, round=number) for number in range(10, 10 + 2 * RECORDS_PER_MESSAGE)])
-        assert await asked(9) == list(range(10, 10 + RECORDS_PER_MESSAGE))
-        full = replace(first, contributions=many, names=(), seconds=())
-        history.add([replace(full, round=number) for number in range(1000, 1001 + 2 * fitting)])
-        assert await asked(999) == list(range(1000, 1000 + fitting))
-        heard = [page.records[-1].round async for page in pages(node.endpoint, "A", 999, 10**6)]
-        called = tuple(Named(f"peer-{i:050}", "東" * LONGEST_NAME, "京" * LONGEST_NAME) for i in range(MAX_NAMES))
-        named = replace(first, contributions=(), names=called, seconds=())
-        history.add([replace(named, round=number) for number in range(9000, 9000 + RECORDS_PER_MESSAGE)])
-        assert await asked(8999) == list(range(9000, 9000 + CONTRIBUTIONS_PER_MESSAGE // NAME_WEIGHT // MAX_NAMES))
-        assert heard == [999 + fitting, 999 + 2 * fitting, 1000 + 2 * fitting]
-
-    simulate(main)
+    history.add([replace(first, round=number) for number in range(10, 10 + 2 * RECORDS_PER_MESSAGE)])
+    assert await asked(9) == list(range(10, 10 + RECORDS_PER_MESSAGE))
+    full = replace(first, contributions=many, names=(), seconds=())
+    history.add([replace(full, round=number) for number in range(1000, 1001 + 2 * fitting)])
+    assert await asked(999) == list(range(1000, 1000 + fitting))
+    heard = [page.records[-1].round async for page in pages(node.endpoint, "A", 999, 10**6)]
+    called = tuple(Named(f"peer-{i:050}", "東" * LONGEST_NAME, "京" * LONGEST_NAME) for i in range(MAX_NAMES))
+    named = replace(first, contributions=(), names=called, seconds=())
+    history.add([replace(named, round=number) for number in range(9000, 9000 + RECORDS_PER_MESSAGE)])
+    assert await asked(8999) == list(range(9000, 9000 + CONTRIBUTIONS_PER_MESSAGE // NAME_WEIGHT // MAX_NAMES))
+    assert heard == [999 + fitting, 999 + 2 * fitting, 1000 + 2 * fitting]
 
 
 def test_a_page_has_room_for_records_with_the_longest_fields(tmp_path: Path) -> None:
@@ -291,17 +268,14 @@ def test_a_page_has_room_for_records_with_the_longest_fields(tmp_path: Path) -> 
     assert len(pack(HistoryPage(0.0, page))) < PAGE
 
 
-def test_a_bandwidth_test_is_no_traffic_of_a_round(tmp_path: Path) -> None:
-    async def main() -> None:
-        swarm = RememberingSwarm(tmp_path)
-        await swarm.begin()
-        await swarm.until_round(2)
-        endpoint = swarm.nodes["A"].endpoint
-        endpoint.sent[SPEED] += 10**9
-        endpoint.received[SPEED] += 10**9
-        number = swarm.nodes["A"].log.round
-        await swarm.until(lambda: swarm.credits_all("A", number + 1))
-        records = swarm.records("A")
-        assert all(records[each].sent_bytes + records[each].received_bytes < 10**6 for each in (number, number + 1))
-
-    simulate(main)
+async def test_a_bandwidth_test_is_no_traffic_of_a_round(tmp_path: Path) -> None:
+    swarm = RememberingSwarm(tmp_path)
+    await swarm.begin()
+    await swarm.until_round(2)
+    endpoint = swarm.nodes["A"].endpoint
+    endpoint.sent[SPEED] += 10**9
+    endpoint.received[SPEED] += 10**9
+    number = swarm.nodes["A"].log.round
+    await swarm.until(lambda: swarm.credits_all("A", number + 1))
+    records = swarm.records("A")
+    assert all(records[each].sent_bytes + records[each].received_bytes < 10**6 for each in (number, number + 1))

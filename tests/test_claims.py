@@ -126,7 +126,7 @@ def test_a_claim_slows_rounds_by_at_most_a_tenth(attack: Attack) -> None:
 
 
 @pytest.mark.long
-def test_claims_of_far_rounds_keep_nobody_out_who_knows_no_member_yet() -> None:
+async def test_claims_of_far_rounds_keep_nobody_out_who_knows_no_member_yet() -> None:
     """While the bootstrap peer is away, a joiner knows nobody; some dozens of strangers claim far rounds, and prove none."""
 
     async def busy(stream: Stream) -> None:
@@ -140,100 +140,85 @@ def test_claims_of_far_rounds_keep_nobody_out_who_knows_no_member_yet() -> None:
         await stranger.put(FAR)
         await asyncio.sleep(10**6)
 
-    async def main() -> None:
-        swarm = VirtualSwarm(campaign(total_steps=10**6))
-        swarm.start_all()
-        await swarm.until_round(2)
-        names = [f"X{number}" for number in range(48)]
-        hostile = [swarm.network.run_peer(name, claims(Stranger(swarm, name))) for name in names]
-        swarm.kill("W")
-        swarm.start("D")
-        await swarm.until(lambda: "D" in swarm.nodes["A"].log.last.members, 300.0)
-        await end_tasks(hostile)
-
-    run_virtual(main())
+    swarm = VirtualSwarm(campaign(total_steps=10**6))
+    swarm.start_all()
+    await swarm.until_round(2)
+    names = [f"X{number}" for number in range(48)]
+    hostile = [swarm.network.run_peer(name, claims(Stranger(swarm, name))) for name in names]
+    swarm.kill("W")
+    swarm.start("D")
+    await swarm.until(lambda: "D" in swarm.nodes["A"].log.last.members, 300.0)
+    await end_tasks(hostile)
 
 
-def test_known_commits_given_again_and_again_end_the_paging() -> None:
-    async def main() -> None:
-        swarm = VirtualSwarm(campaign(total_steps=10**6))
-        swarm.start_all()
-        await swarm.until_round(4)
-        asked = []
+async def test_known_commits_given_again_and_again_end_the_paging() -> None:
+    swarm = VirtualSwarm(campaign(total_steps=10**6))
+    swarm.start_all()
+    await swarm.until_round(4)
+    asked = []
 
-        async def again(stream: Stream) -> None:
-            asked.append(unpack(CommitsRequest, await stream.message()).after)
-            await stream.send(compressed(pack(Decide(swarm.nodes["W"].log.since(0)[:2]))))
+    async def again(stream: Stream) -> None:
+        asked.append(unpack(CommitsRequest, await stream.message()).after)
+        await stream.send(compressed(pack(Decide(swarm.nodes["W"].log.since(0)[:2]))))
 
-        endpoint = RpcEndpoint(swarm.network.transport("X"), 5.0)
-        await endpoint.serve(COMMITS, again)
-        with pytest.raises(WireError, match="other commits"):
-            await asyncio.wait_for(swarm.nodes["A"].decisions.learn_from("X", 0), 60.0)
-        assert asked == [0, 2]
-
-    run_virtual(main())
+    endpoint = RpcEndpoint(swarm.network.transport("X"), 5.0)
+    await endpoint.serve(COMMITS, again)
+    with pytest.raises(WireError, match="other commits"):
+        await asyncio.wait_for(swarm.nodes["A"].decisions.learn_from("X", 0), 60.0)
+    assert asked == [0, 2]
 
 
 @pytest.mark.parametrize("missed", [1, 2, 6])
-def test_a_page_of_commits_counts_for_at_least_its_bytes(monkeypatch: pytest.MonkeyPatch, missed: int) -> None:
-    async def main() -> None:
-        costs, swarm = list[int](), VirtualSwarm(campaign(total_steps=10**6))
-        swarm.start_all()
-        await swarm.until_round(8)
-        endpoint, log = swarm.nodes["A"].endpoint, swarm.nodes["A"].log
+async def test_a_page_of_commits_counts_for_at_least_its_bytes(monkeypatch: pytest.MonkeyPatch, missed: int) -> None:
+    costs, swarm = list[int](), VirtualSwarm(campaign(total_steps=10**6))
+    swarm.start_all()
+    await swarm.until_round(8)
+    endpoint, log = swarm.nodes["A"].endpoint, swarm.nodes["A"].log
 
-        async def answer(peer: str, size: int) -> None:
-            costs.append(size)
+    async def answer(peer: str, size: int) -> None:
+        costs.append(size)
 
-        endpoint.shares.is_trusted = lambda peer: False
-        monkeypatch.setattr(endpoint.shares, "answer", answer)
-        visitor = RpcEndpoint(swarm.network.transport("X"), 5.0)
-        page = await visitor.ask("A", COMMITS, pack(CommitsRequest(log.round - missed)), 5.0)
-        assert 0.99 * len(page) <= costs[-1] <= 1.5 * len(page)
-
-    run_virtual(main())
+    endpoint.shares.is_trusted = lambda peer: False
+    monkeypatch.setattr(endpoint.shares, "answer", answer)
+    visitor = RpcEndpoint(swarm.network.transport("X"), 5.0)
+    page = await visitor.ask("A", COMMITS, pack(CommitsRequest(log.round - missed)), 5.0)
+    assert 0.99 * len(page) <= costs[-1] <= 1.5 * len(page)
 
 
 @pytest.mark.parametrize("page", [compressed(bytes(PAGE + 1)), b"no zstd frame", compressed(b"\x91\xa2no")])
-def test_a_page_that_is_too_long_or_none_is_an_error_of_who_gives_it(page: bytes) -> None:
-    async def main() -> None:
-        swarm = VirtualSwarm(campaign(total_steps=10**6))
-        swarm.start_all()
-        await swarm.until_round(1)
+async def test_a_page_that_is_too_long_or_none_is_an_error_of_who_gives_it(page: bytes) -> None:
+    swarm = VirtualSwarm(campaign(total_steps=10**6))
+    swarm.start_all()
+    await swarm.until_round(1)
 
-        async def answer(stream: Stream) -> None:
-            await stream.message()
-            await stream.send(page)
+    async def answer(stream: Stream) -> None:
+        await stream.message()
+        await stream.send(page)
 
-        await RpcEndpoint(swarm.network.transport("X"), 5.0).serve(COMMITS, answer)
-        with pytest.raises(WireError):
-            await swarm.nodes["A"].decisions.learn_from("X")
-
-    run_virtual(main())
+    await RpcEndpoint(swarm.network.transport("X"), 5.0).serve(COMMITS, answer)
+    with pytest.raises(WireError):
+        await swarm.nodes["A"].decisions.learn_from("X")
 
 
 @pytest.mark.long
-def test_who_gives_records_one_by_one_is_left_and_far_rounds_are_not_taken() -> None:
-    async def main() -> None:
-        network = MemoryNetwork()
-        asked = []
+async def test_who_gives_records_one_by_one_is_left_and_far_rounds_are_not_taken() -> None:
+    network = MemoryNetwork()
+    asked = []
 
-        async def one(stream: Stream) -> None:
-            after = unpack(HistoryRequest, await stream.message()).after
-            asked.append(after)
-            records = tuple(record(after + more) for more in (1, FAR))
-            await stream.send(compressed(pack(HistoryPage(0.0, records))))
+    async def one(stream: Stream) -> None:
+        after = unpack(HistoryRequest, await stream.message()).after
+        asked.append(after)
+        records = tuple(record(after + more) for more in (1, FAR))
+        await stream.send(compressed(pack(HistoryPage(0.0, records))))
 
-        await RpcEndpoint(network.transport("X"), 5.0).serve(HISTORY, one)
-        endpoint = RpcEndpoint(network.transport("A"), 5.0)
-        heard = [each.round async for page in pages(endpoint, "X", -1, 100) for each in page.records]
-        assert heard == list(range(len(heard)))
-        assert len(heard) <= 101 // LEAST_RECORDS + 2
-        asked.clear()
-        claimed = [page async for page in pages(endpoint, "X", -1, 2**30)]
-        assert len(claimed) == len(asked) == MAX_PAGES
-
-    run_virtual(main())
+    await RpcEndpoint(network.transport("X"), 5.0).serve(HISTORY, one)
+    endpoint = RpcEndpoint(network.transport("A"), 5.0)
+    heard = [each.round async for page in pages(endpoint, "X", -1, 100) for each in page.records]
+    assert heard == list(range(len(heard)))
+    assert len(heard) <= 101 // LEAST_RECORDS + 2
+    asked.clear()
+    claimed = [page async for page in pages(endpoint, "X", -1, 2**30)]
+    assert len(claimed) == len(asked) == MAX_PAGES
 
 
 def record(number: int) -> RoundRecord:

@@ -44,55 +44,46 @@ def test_what_is_no_compressed_record_is_refused(body: bytes) -> None:
 
 
 @pytest.mark.long
-def test_a_proposal_after_another_costs_little_more_than_its_signatures() -> None:
-    async def main() -> list[Compact]:
-        swarm, sent = VirtualSwarm(campaign(total_steps=60, sync={"min_peers": len(MEMBERS)})), dict[str, Compact]()
+async def test_a_proposal_after_another_costs_little_more_than_its_signatures() -> None:
+    swarm, sent = VirtualSwarm(campaign(total_steps=60, sync={"min_peers": len(MEMBERS)})), dict[str, Compact]()
 
-        def tap(frame: Frame) -> Frame:
-            if frame.method == ROUND and frame.kind == Kind.COMPACT:
-                compact = unpack(Compact, frame.body)
-                if compact.kind == Kind.PROPOSAL:
-                    sent[compact.known] = compact
-            return frame
+    def tap(frame: Frame) -> Frame:
+        if frame.method == ROUND and frame.kind == Kind.COMPACT:
+            compact = unpack(Compact, frame.body)
+            if compact.kind == Kind.PROPOSAL:
+                sent[compact.known] = compact
+        return frame
 
-        swarm.network.tap = tap
-        swarm.start_all(MEMBERS)
-        await swarm.until_round(3)
-        return list(sent.values())
-
-    first, *later = simulate(main)
+    swarm.network.tap = tap
+    swarm.start_all(MEMBERS)
+    await swarm.until_round(3)
+    first, *later = list(sent.values())
     assert not first.known
     assert len(later) >= 2
     assert all(each.known and len(each.body) < 250 * (len(MEMBERS) + 1) < len(first.body) / 2 for each in later)
 
 
 @pytest.mark.long
-def test_a_joiner_fetches_the_proposal_that_it_lacks_from_a_member() -> None:
-    async def main() -> tuple[VirtualSwarm, list[str]]:
-        swarm, asked = VirtualSwarm(campaign(total_steps=80, sync={"min_peers": len(MEMBERS)})), list[str]()
-        swarm.network.hook = lambda sender, method, index: asked.append(sender) if method == "plan" else None
-        swarm.start_all(MEMBERS)
-        await swarm.until_round(2)
-        swarm.start("Z")
-        await swarm.until(lambda: "Z" in swarm.peers["A"].node.log.last.members)
-        await swarm.until_round(swarm.round_of("A") + 2)
-        return swarm, asked
-
-    swarm, asked = simulate(main)
+async def test_a_joiner_fetches_the_proposal_that_it_lacks_from_a_member() -> None:
+    swarm, asked = VirtualSwarm(campaign(total_steps=80, sync={"min_peers": len(MEMBERS)})), list[str]()
+    swarm.network.hook = lambda sender, method, index: asked.append(sender) if method == "plan" else None
+    swarm.start_all(MEMBERS)
+    await swarm.until_round(2)
+    swarm.start("Z")
+    await swarm.until(lambda: "Z" in swarm.peers["A"].node.log.last.members)
+    await swarm.until_round(swarm.round_of("A") + 2)
+    swarm, asked = swarm, asked
     swarm.assert_replicas_agree()
     assert "Z" in asked
 
 
-def test_a_proposal_that_nobody_has_is_an_error() -> None:
-    async def main() -> None:
-        swarm = VirtualSwarm(campaign(total_steps=60))
-        swarm.start_all("ABC")
-        await swarm.until_round(1)
-        unknown = Compact(Kind.PROPOSAL, "ab" * 32, compressed(b"abc", b""))
-        with pytest.raises(PeerUnreachable):
-            await swarm.nodes["A"].relay.received(Message(pack(unknown), Kind.COMPACT), "B")
-
-    simulate(main)
+async def test_a_proposal_that_nobody_has_is_an_error() -> None:
+    swarm = VirtualSwarm(campaign(total_steps=60))
+    swarm.start_all("ABC")
+    await swarm.until_round(1)
+    unknown = Compact(Kind.PROPOSAL, "ab" * 32, compressed(b"abc", b""))
+    with pytest.raises(PeerUnreachable):
+        await swarm.nodes["A"].relay.received(Message(pack(unknown), Kind.COMPACT), "B")
 
 
 KNOWN = bytes(range(256))
@@ -176,26 +167,23 @@ def test_a_coordinator_without_the_dictionary_asks_and_no_round_fails() -> None:
     swarm.assert_replicas_agree()
 
 
-def test_a_member_that_restarts_before_its_report_is_back_in_a_later_round_with_briefs() -> None:
-    async def main() -> VirtualSwarm:
-        swarm, sent = VirtualSwarm(campaign(total_steps=100)), list[int]()
+async def test_a_member_that_restarts_before_its_report_is_back_in_a_later_round_with_briefs() -> None:
+    swarm, sent = VirtualSwarm(campaign(total_steps=100)), list[int]()
 
-        def tap(frame: Frame) -> Frame:
-            if (frame.sender, frame.method, frame.kind) == ("C", ROUND, Kind.BRIEF):
-                sent.append(unpack(Brief, frame.body).kind)
-            return frame
+    def tap(frame: Frame) -> Frame:
+        if (frame.sender, frame.method, frame.kind) == ("C", ROUND, Kind.BRIEF):
+            sent.append(unpack(Brief, frame.body).kind)
+        return frame
 
-        swarm.network.tap = tap
-        swarm.start_all("ABC")
-        await swarm.until(lambda: Kind.MESSAGE in sent)
-        swarm.restart("C")
-        at_restart = len(sent)
-        await swarm.until_round(5)
-        assert {*sent[at_restart:]} == {Kind.MESSAGE, Kind.REPORT}
-        assert "C" in swarm.recorders["A"].commits()[5].members
-        return swarm
-
-    simulate(main).assert_replicas_agree()
+    swarm.network.tap = tap
+    swarm.start_all("ABC")
+    await swarm.until(lambda: Kind.MESSAGE in sent)
+    swarm.restart("C")
+    at_restart = len(sent)
+    await swarm.until_round(5)
+    assert {*sent[at_restart:]} == {Kind.MESSAGE, Kind.REPORT}
+    assert "C" in swarm.recorders["A"].commits()[5].members
+    swarm.assert_replicas_agree()
 
 
 def test_a_member_whose_briefs_are_damaged_holds_up_nobody() -> None:
@@ -203,34 +191,28 @@ def test_a_member_whose_briefs_are_damaged_holds_up_nobody() -> None:
     assert not any(swarm.recorders[name].of(RoundFailed) for name in "AB")
 
 
-def test_a_strangers_brief_is_not_expanded_and_keeps_no_stream_open() -> None:
-    async def main() -> None:
-        swarm = VirtualSwarm(campaign(total_steps=60))
-        swarm.start_all("ABC")
-        await swarm.until_round(1)
-        endpoint = RpcEndpoint(swarm.network.transport("X"), 5.0)
-        bomb = replace(BRIEF, body=compressed(bytes(MAX_FRAME_BYTES), b""))
-        async with endpoint.stream("W", ROUND) as stream:
-            await stream.send(pack(bomb), kind=Kind.BRIEF)
-            assert (await stream.any_message()).kind == Kind.IN_FULL
-            with pytest.raises(PeerUnreachable):
-                await asyncio.wait_for(stream.any_message(), 10.0)
-
-    simulate(main)
+async def test_a_strangers_brief_is_not_expanded_and_keeps_no_stream_open() -> None:
+    swarm = VirtualSwarm(campaign(total_steps=60))
+    swarm.start_all("ABC")
+    await swarm.until_round(1)
+    endpoint = RpcEndpoint(swarm.network.transport("X"), 5.0)
+    bomb = replace(BRIEF, body=compressed(bytes(MAX_FRAME_BYTES), b""))
+    async with endpoint.stream("W", ROUND) as stream:
+        await stream.send(pack(bomb), kind=Kind.BRIEF)
+        assert (await stream.any_message()).kind == Kind.IN_FULL
+        with pytest.raises(PeerUnreachable):
+            await asyncio.wait_for(stream.any_message(), 10.0)
 
 
-def test_a_brief_in_answer_to_the_wish_for_the_whole_is_refused() -> None:
-    async def main() -> None:
-        swarm = VirtualSwarm(campaign(total_steps=60))
-        swarm.start_all("ABC")
-        await swarm.until_round(1)
-        endpoint = RpcEndpoint(swarm.network.transport("X"), 5.0)
-        async with endpoint.stream("W", ROUND) as stream:
-            for _ in range(2):
-                await stream.send(pack(BRIEF), kind=Kind.BRIEF)
-            assert (await stream.any_message()).kind == Kind.IN_FULL
-            with pytest.raises(Refused) as refused:
-                await stream.any_message()
-            assert refused.value.code is Code.MALFORMED
-
-    simulate(main)
+async def test_a_brief_in_answer_to_the_wish_for_the_whole_is_refused() -> None:
+    swarm = VirtualSwarm(campaign(total_steps=60))
+    swarm.start_all("ABC")
+    await swarm.until_round(1)
+    endpoint = RpcEndpoint(swarm.network.transport("X"), 5.0)
+    async with endpoint.stream("W", ROUND) as stream:
+        for _ in range(2):
+            await stream.send(pack(BRIEF), kind=Kind.BRIEF)
+        assert (await stream.any_message()).kind == Kind.IN_FULL
+        with pytest.raises(Refused) as refused:
+            await stream.any_message()
+        assert refused.value.code is Code.MALFORMED

@@ -315,167 +315,131 @@ def now() -> float:
 # What arrives ------------------------------------------------------------------------------------------------------------
 
 
-def test_every_piece_arrives_from_several_donors_each_asked_for_its_own(case: Case) -> None:
-    async def main() -> None:
-        place = Place(case)
-        for name in "AB":
-            await place.donor(name)
-        assert await place.fetch("AB") == []
-        assert place.arrived == case.pieces
-        assert sorted(place.asked["A"] + place.asked["B"]) == sorted(case.pieces)
-        if len(case.pieces) > PIECES_PER_REQUEST:
-            assert all(place.asked.values()), "both of them give"
-
-    simulate(main)
+async def test_every_piece_arrives_from_several_donors_each_asked_for_its_own(case: Case) -> None:
+    place = Place(case)
+    for name in "AB":
+        await place.donor(name)
+    assert await place.fetch("AB") == []
+    assert place.arrived == case.pieces
+    assert sorted(place.asked["A"] + place.asked["B"]) == sorted(case.pieces)
+    if len(case.pieces) > PIECES_PER_REQUEST:
+        assert all(place.asked.values()), "both of them give"
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.sampled(23)
-def test_a_bad_donor_costs_time_and_never_a_piece(case: Case, fault: type[ContentServer]) -> None:
-    async def main() -> None:
-        place = Place(case)
-        await place.donor("A", fault)
-        await place.donor("B")
-        began = now()
-        assert await place.fetch("AB") == []
-        assert place.arrived == case.pieces
-        assert now() - began < 2 * STALLED_S
-
-    simulate(main)
+async def test_a_bad_donor_costs_time_and_never_a_piece(case: Case, fault: type[ContentServer]) -> None:
+    place = Place(case)
+    await place.donor("A", fault)
+    await place.donor("B")
+    began = now()
+    assert await place.fetch("AB") == []
+    assert place.arrived == case.pieces
+    assert now() - began < 2 * STALLED_S
 
 
 @pytest.mark.parametrize("fault", [Dying, Tarpit, Lying, CuttingShort, Flooding, Refusing])
-def test_what_a_bad_donor_gave_before_is_kept_and_it_is_asked_no_more(long_case: Case, fault: type[ContentServer]) -> None:
-    async def main() -> None:
-        place = Place(long_case)
-        await place.donor("A", fault)
-        await place.donor("B")
-        assert await place.fetch("AB") == []
-        assert place.asked["A"][0] not in place.asked["B"]
-        assert len(place.asked["A"]) <= PIECES_PER_REQUEST
-
-    simulate(main)
+async def test_what_a_bad_donor_gave_before_is_kept_and_it_is_asked_no_more(
+    long_case: Case, fault: type[ContentServer]
+) -> None:
+    place = Place(long_case)
+    await place.donor("A", fault)
+    await place.donor("B")
+    assert await place.fetch("AB") == []
+    assert place.asked["A"][0] not in place.asked["B"]
+    assert len(place.asked["A"]) <= PIECES_PER_REQUEST
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.sampled(23)
-def test_when_all_donors_are_bad_the_download_ends_in_bounded_time(case: Case, fault: type[ContentServer]) -> None:
-    async def main() -> None:
-        place = Place(case)
-        for name in "AB":
-            await place.donor(name, fault)
-        began = now()
-        missing = await place.fetch("ABC")
-        assert missing
-        assert sorted([*missing, *place.arrived]) == sorted(case.pieces)
-        assert all(case.pieces[index] == body for index, body in place.arrived.items())
-        assert now() - began < (BUSY_PATIENCE_S + 10 if fault is Busy else 3 * STALLED_S)
-
-    simulate(main)
+async def test_when_all_donors_are_bad_the_download_ends_in_bounded_time(case: Case, fault: type[ContentServer]) -> None:
+    place = Place(case)
+    for name in "AB":
+        await place.donor(name, fault)
+    began = now()
+    missing = await place.fetch("ABC")
+    assert missing
+    assert sorted([*missing, *place.arrived]) == sorted(case.pieces)
+    assert all(case.pieces[index] == body for index, body in place.arrived.items())
+    assert now() - began < (BUSY_PATIENCE_S + 10 if fault is Busy else 3 * STALLED_S)
 
 
-def test_a_crowd_of_tarpits_hides_no_good_donor(tmp_path: Path) -> None:
-    async def main() -> None:
-        place = Place(record_case(tmp_path))
-        for name in "ABCDEFGHIJKLMNOPQRSTUVWXYZ":
-            await place.donor(name, Tarpit if name != "Z" else ContentServer)
-        began = now()
-        assert await place.fetch("ABCDEFGHIJKLMNOPQRSTUVWXYZ") == []
-        assert now() - began < 26 * LATE_SILENCES * SILENCE_S
-
-    simulate(main)
+async def test_a_crowd_of_tarpits_hides_no_good_donor(tmp_path: Path) -> None:
+    place = Place(record_case(tmp_path))
+    for name in "ABCDEFGHIJKLMNOPQRSTUVWXYZ":
+        await place.donor(name, Tarpit if name != "Z" else ContentServer)
+    began = now()
+    assert await place.fetch("ABCDEFGHIJKLMNOPQRSTUVWXYZ") == []
+    assert now() - began < 26 * LATE_SILENCES * SILENCE_S
 
 
-def test_without_donors_nothing_arrives_at_once(case: Case) -> None:
-    async def main() -> None:
-        assert await Place(case).fetch("", "") == list(case.pieces)
-
-    simulate(main)
+async def test_without_donors_nothing_arrives_at_once(case: Case) -> None:
+    assert await Place(case).fetch("", "") == list(case.pieces)
 
 
-def test_a_download_that_was_ended_goes_on_with_what_is_missing(long_case: Case) -> None:
-    async def main() -> None:
-        place = Place(long_case)
-        await place.donor("A")
-        first = asyncio.ensure_future(place.fetch("A", wanted=[0, 1]))
-        await first
-        place.asked["A"].clear()
-        rest = [index for index in long_case.pieces if index not in place.arrived]
-        assert await place.fetch("A", wanted=rest) == []
-        assert place.asked["A"] == rest
-        assert place.arrived == long_case.pieces
-
-    simulate(main)
+async def test_a_download_that_was_ended_goes_on_with_what_is_missing(long_case: Case) -> None:
+    place = Place(long_case)
+    await place.donor("A")
+    first = asyncio.ensure_future(place.fetch("A", wanted=[0, 1]))
+    await first
+    place.asked["A"].clear()
+    rest = [index for index in long_case.pieces if index not in place.arrived]
+    assert await place.fetch("A", wanted=rest) == []
+    assert place.asked["A"] == rest
+    assert place.arrived == long_case.pieces
 
 
-def test_pieces_are_asked_for_in_the_order_in_which_they_are_wanted(long_case: Case) -> None:
-    async def main() -> None:
-        place, wanted = Place(long_case), list(long_case.pieces)[::-1]
-        await place.donor("A")
-        await place.fetch("A", wanted=wanted)
-        assert place.asked["A"] == wanted
-
-    simulate(main)
+async def test_pieces_are_asked_for_in_the_order_in_which_they_are_wanted(long_case: Case) -> None:
+    place, wanted = Place(long_case), list(long_case.pieces)[::-1]
+    await place.donor("A")
+    await place.fetch("A", wanted=wanted)
+    assert place.asked["A"] == wanted
 
 
-def test_what_cannot_be_kept_ends_the_download(case: Case) -> None:
-    async def main() -> None:
-        place = Place(case)
-        await place.donor("A")
-        fetcher = Fetcher(RpcEndpoint(place.network.transport("me"), SILENCE_S))
+async def test_what_cannot_be_kept_ends_the_download(case: Case) -> None:
+    place = Place(case)
+    await place.donor("A")
+    fetcher = Fetcher(RpcEndpoint(place.network.transport("me"), SILENCE_S))
 
-        async def keep(index: int, body: Body) -> None:
-            raise UserError("the disk is full")
+    async def keep(index: int, body: Body) -> None:
+        raise UserError("the disk is full")
 
-        with pytest.raises(UserError, match="disk is full"):
-            await fetcher.fetch(case.content, case.pieces, [fetcher.peers("A")], keep)
-
-    simulate(main)
+    with pytest.raises(UserError, match="disk is full"):
+        await fetcher.fetch(case.content, case.pieces, [fetcher.peers("A")], keep)
 
 
 # Slow, busy and partial donors -------------------------------------------------------------------------------------------
 
 
-def test_a_slow_donor_holds_up_nobody_in_the_end(tmp_path: Path) -> None:
+async def test_a_slow_donor_holds_up_nobody_in_the_end(tmp_path: Path) -> None:
     """It makes progress, so it is not dropped; its last pieces come from the other one, which is idle."""
-
-    async def main() -> None:
-        place = Place(base_case(tmp_path))
-        await place.donor("A", bytes_per_s=30_000)
-        await place.donor("B")
-        began = now()
-        assert await place.fetch("AB") == []
-        assert place.arrived == place.case.pieces
-        assert now() - began < STALLED_S, "A alone needs two minutes for its first request"
-
-    simulate(main)
+    place = Place(base_case(tmp_path))
+    await place.donor("A", bytes_per_s=30_000)
+    await place.donor("B")
+    began = now()
+    assert await place.fetch("AB") == []
+    assert place.arrived == place.case.pieces
+    assert now() - began < STALLED_S, "A alone needs two minutes for its first request"
 
 
-def test_a_slow_donor_of_an_earlier_tier_holds_up_no_later_one(tmp_path: Path) -> None:
-    async def main() -> None:
-        place = Place(base_case(tmp_path))
-        await place.donor("A", bytes_per_s=30_000)
-        await place.donor("B")
-        began = now()
-        assert await place.fetch("A", "B") == []
-        assert now() - began < STALLED_S
-
-    simulate(main)
+async def test_a_slow_donor_of_an_earlier_tier_holds_up_no_later_one(tmp_path: Path) -> None:
+    place = Place(base_case(tmp_path))
+    await place.donor("A", bytes_per_s=30_000)
+    await place.donor("B")
+    began = now()
+    assert await place.fetch("A", "B") == []
+    assert now() - began < STALLED_S
 
 
-def test_strangers_that_are_never_late_neither_take_the_places_of_others_nor_hold_up_the_end(tmp_path: Path) -> None:
+async def test_strangers_that_are_never_late_neither_take_the_places_of_others_nor_hold_up_the_end(tmp_path: Path) -> None:
     """All eight places, at a rate that is just not late, and then all that is left."""
-
-    async def main() -> None:
-        place, strangers = Place(base_case(tmp_path)), "abcdefgh"
-        for name in strangers:
-            await place.donor(name, bytes_per_s=1.1 * LATE_BYTES_PER_S)
-        await place.donor("B")
-        began = now()
-        assert await place.fetch(strangers + "B", vouched="B") == []
-        assert now() - began < SILENCE_S
-
-    simulate(main)
+    place, strangers = Place(base_case(tmp_path)), "abcdefgh"
+    for name in strangers:
+        await place.donor(name, bytes_per_s=1.1 * LATE_BYTES_PER_S)
+    await place.donor("B")
+    began = now()
+    assert await place.fetch(strangers + "B", vouched="B") == []
+    assert now() - began < SILENCE_S
 
 
 @dataclass
@@ -543,29 +507,22 @@ def test_a_fast_donor_repeats_little_for_slow_ones_and_only_at_the_end() -> None
     assert repeated < 1.1
 
 
-def test_a_slow_donor_that_is_the_only_one_is_used(tmp_path: Path) -> None:
-    async def main() -> None:
-        place = Place(base_case(tmp_path))
-        await place.donor("A", bytes_per_s=30_000)
-        assert await place.fetch("A") == []
-
-    simulate(main)
+async def test_a_slow_donor_that_is_the_only_one_is_used(tmp_path: Path) -> None:
+    place = Place(base_case(tmp_path))
+    await place.donor("A", bytes_per_s=30_000)
+    assert await place.fetch("A") == []
 
 
-def test_a_donor_that_trickles_is_dropped(tmp_path: Path) -> None:
+async def test_a_donor_that_trickles_is_dropped(tmp_path: Path) -> None:
     """Something comes within every silence, but too little ever to end."""
-
-    async def main() -> None:
-        place = Place(base_case(tmp_path))
-        await place.donor("A", bytes_per_s=500)
-        began = now()
-        assert await place.fetch("A") == list(place.case.pieces)
-        assert now() - began < 2 * STALLED_S
-
-    simulate(main)
+    place = Place(base_case(tmp_path))
+    await place.donor("A", bytes_per_s=500)
+    began = now()
+    assert await place.fetch("A") == list(place.case.pieces)
+    assert now() - began < 2 * STALLED_S
 
 
-def test_a_busy_donor_is_asked_again_until_it_has_room(case: Case) -> None:
+async def test_a_busy_donor_is_asked_again_until_it_has_room(case: Case) -> None:
     class FreeLater(ContentServer):
         async def serve(self, kind: ContentKind, source: Source, *options: Any) -> None:
             await super().serve(kind, source, 0)
@@ -575,17 +532,14 @@ def test_a_busy_donor_is_asked_again_until_it_has_room(case: Case) -> None:
             await asyncio.sleep(10.0)
             await super().serve(kind, source)
 
-    async def main() -> None:
-        place = Place(case)
-        await place.donor("A", FreeLater)
-        assert await place.fetch("A") == []
-        assert place.arrived == case.pieces
-        assert 10 < now() < 10 + 2 * BUSY_RETRY_S
-
-    simulate(main)
+    place = Place(case)
+    await place.donor("A", FreeLater)
+    assert await place.fetch("A") == []
+    assert place.arrived == case.pieces
+    assert 10 < now() < 10 + 2 * BUSY_RETRY_S
 
 
-def test_a_donor_with_some_of_the_pieces_gives_those(long_case: Case) -> None:
+async def test_a_donor_with_some_of_the_pieces_gives_those(long_case: Case) -> None:
     class Some(ContentServer):
         async def serve(self, kind: ContentKind, source: Source, *options: Any) -> None:
             async def some(name: str, index: int) -> Body | None:
@@ -593,39 +547,30 @@ def test_a_donor_with_some_of_the_pieces_gives_those(long_case: Case) -> None:
 
             await super().serve(kind, some, *options)
 
-    async def main() -> None:
-        place, third = Place(long_case), [index for index in long_case.pieces if index % 3 == 0]
-        await place.donor("A", Some)
+    place, third = Place(long_case), [index for index in long_case.pieces if index % 3 == 0]
+    await place.donor("A", Some)
+    await place.donor("B")
+    assert await place.fetch("A", "B") == []
+    assert place.arrived == long_case.pieces
+    assert set(third).isdisjoint(place.asked["B"]), "the second tier is asked for what the first one lacks"
+    assert sorted(place.asked["A"]) == sorted(long_case.pieces), "once for each piece"
+
+
+async def test_a_donor_that_has_nothing_is_asked_a_few_times_only(tmp_path: Path) -> None:
+    place = Place(base_case(tmp_path))
+    place.case.content = listed("base", "h", bytes(32 * 10_000), 4 * PIECE_ELEMENTS)
+    await place.donor("A", Empty)
+    assert len(await place.fetch("A", wanted=list(range(10_000)))) == 10_000
+    assert len(place.asked["A"]) == EMPTY_REQUESTS * PIECES_PER_REQUEST
+
+
+async def test_a_tier_waits_until_the_one_before_is_dead_or_busy(case: Case) -> None:
+    for first, is_used in ((ContentServer, False), (Dying, True), (Busy, True)):
+        place = Place(case)
+        await place.donor("A", first)
         await place.donor("B")
         assert await place.fetch("A", "B") == []
-        assert place.arrived == long_case.pieces
-        assert set(third).isdisjoint(place.asked["B"]), "the second tier is asked for what the first one lacks"
-        assert sorted(place.asked["A"]) == sorted(long_case.pieces), "once for each piece"
-
-    simulate(main)
-
-
-def test_a_donor_that_has_nothing_is_asked_a_few_times_only(tmp_path: Path) -> None:
-    async def main() -> None:
-        place = Place(base_case(tmp_path))
-        place.case.content = listed("base", "h", bytes(32 * 10_000), 4 * PIECE_ELEMENTS)
-        await place.donor("A", Empty)
-        assert len(await place.fetch("A", wanted=list(range(10_000)))) == 10_000
-        assert len(place.asked["A"]) == EMPTY_REQUESTS * PIECES_PER_REQUEST
-
-    simulate(main)
-
-
-def test_a_tier_waits_until_the_one_before_is_dead_or_busy(case: Case) -> None:
-    async def main() -> None:
-        for first, is_used in ((ContentServer, False), (Dying, True), (Busy, True)):
-            place = Place(case)
-            await place.donor("A", first)
-            await place.donor("B")
-            assert await place.fetch("A", "B") == []
-            assert bool(place.asked["B"]) == is_used
-
-    simulate(main)
+        assert bool(place.asked["B"]) == is_used
 
 
 # Limits ------------------------------------------------------------------------------------------------------------------
@@ -633,7 +578,7 @@ def test_a_tier_waits_until_the_one_before_is_dead_or_busy(case: Case) -> None:
 
 @pytest.mark.parametrize("kind", ["file", "base", "tokens", "parts"])
 @pytest.mark.long
-def test_a_donor_serves_a_few_peers_at_a_time_and_everybody_gets_everything(kind: str, tmp_path: Path) -> None:
+async def test_a_donor_serves_a_few_peers_at_a_time_and_everybody_gets_everything(kind: str, tmp_path: Path) -> None:
     most = 0
     limits: list[int] = []
 
@@ -648,18 +593,15 @@ def test_a_donor_serves_a_few_peers_at_a_time_and_everybody_gets_everything(kind
             limits.append(options[0])
             await super().serve(kind, counted, *options)
 
-    async def main() -> None:
-        place = Place(CASES[kind](tmp_path))
-        await place.donor("A", Counting)
-        joiners = [f"joiner {number}" for number in range(3 * max(limits))]
-        missing = await asyncio.gather(*(place.fetch("A", name=joiner) for joiner in joiners))
-        assert not any(missing)
-        assert most == limits[0]
-
-    simulate(main)
+    place = Place(CASES[kind](tmp_path))
+    await place.donor("A", Counting)
+    joiners = [f"joiner {number}" for number in range(3 * max(limits))]
+    missing = await asyncio.gather(*(place.fetch("A", name=joiner) for joiner in joiners))
+    assert not any(missing)
+    assert most == limits[0]
 
 
-def test_one_peer_opens_few_requests_at_a_donor_whatever_it_downloads(tmp_path: Path) -> None:
+async def test_one_peer_opens_few_requests_at_a_donor_whatever_it_downloads(tmp_path: Path) -> None:
     at_once = most = 0
 
     class Counting(ContentServer):
@@ -674,93 +616,78 @@ def test_one_peer_opens_few_requests_at_a_donor_whatever_it_downloads(tmp_path: 
 
             await super().serve(kind, counted)
 
-    async def main() -> None:
-        place = Place(base_case(tmp_path))
-        await place.donor("A", Counting)
-        fetcher = Fetcher(RpcEndpoint(place.network.transport("me"), SILENCE_S))
+    place = Place(base_case(tmp_path))
+    await place.donor("A", Counting)
+    fetcher = Fetcher(RpcEndpoint(place.network.transport("me"), SILENCE_S))
 
-        async def keep(index: int, body: Body) -> None:
-            pass
+    async def keep(index: int, body: Body) -> None:
+        pass
 
-        downloads = (fetcher.fetch(place.case.content, range(PIECES), [fetcher.peers("A")], keep) for _ in range(5))
-        assert await asyncio.gather(*downloads) == [[]] * 5
-        assert most == REQUESTS_PER_PEER
-
-    simulate(main)
+    downloads = (fetcher.fetch(place.case.content, range(PIECES), [fetcher.peers("A")], keep) for _ in range(5))
+    assert await asyncio.gather(*downloads) == [[]] * 5
+    assert most == REQUESTS_PER_PEER
 
 
-def test_a_donor_that_is_asked_no_more_is_forgotten() -> None:
-    async def main() -> int:
-        fetcher = Fetcher(RpcEndpoint(MemoryNetwork().transport("A"), SILENCE_S))
-        content = listed("base", "x", bytes(32), 1)
+async def test_a_donor_that_is_asked_no_more_is_forgotten() -> None:
+    fetcher = Fetcher(RpcEndpoint(MemoryNetwork().transport("A"), SILENCE_S))
+    content = listed("base", "x", bytes(32), 1)
 
-        async def keep(index: int, got: Body) -> None:
-            pass
+    async def keep(index: int, got: Body) -> None:
+        pass
 
-        for number in range(100):
-            assert await fetcher.fetch(content, [0], [fetcher.peers([f"gone-{number}"])], keep) == [0]
-        gc.collect()
-        return len(fetcher._slots)
-
-    assert simulate(main) == 0
+    for number in range(100):
+        assert await fetcher.fetch(content, [0], [fetcher.peers([f"gone-{number}"])], keep) == [0]
+    gc.collect()
+    assert not fetcher._slots
 
 
-def test_of_many_donors_only_those_that_are_asked_take_time() -> None:
-    async def main() -> int:
-        tasks, body, donors = list[int](), b"piece", 200
+async def test_of_many_donors_only_those_that_are_asked_take_time() -> None:
+    tasks, body, donors = list[int](), b"piece", 200
 
-        class Counted:
-            patience_s = None
+    class Counted:
+        patience_s = None
 
-            def __init__(self, name: str):
-                self.name = name
+        def __init__(self, name: str):
+            self.name = name
 
-            async def give(self, content: Content, indices: Sequence[int], delivery: Delivery) -> None:
-                for index in indices:
-                    await asyncio.sleep(0.1)
-                    tasks.append(len(asyncio.all_tasks()))
-                    await delivery.put(index, body)
+        async def give(self, content: Content, indices: Sequence[int], delivery: Delivery) -> None:
+            for index in indices:
+                await asyncio.sleep(0.1)
+                tasks.append(len(asyncio.all_tasks()))
+                await delivery.put(index, body)
 
-        async def keep(index: int, got: Body) -> None:
-            pass
+    async def keep(index: int, got: Body) -> None:
+        pass
 
-        fetcher = Fetcher(RpcEndpoint(MemoryNetwork().transport("A"), SILENCE_S))
-        content = listed("base", "x", content_digest(body) * PIECES, len(body))
-        assert not await fetcher.fetch(content, range(PIECES), [[Counted(f"D{number}") for number in range(donors)]], keep)
-        return max(tasks)
-
-    assert simulate(main) < 20
+    fetcher = Fetcher(RpcEndpoint(MemoryNetwork().transport("A"), SILENCE_S))
+    content = listed("base", "x", content_digest(body) * PIECES, len(body))
+    assert not await fetcher.fetch(content, range(PIECES), [[Counted(f"D{number}") for number in range(donors)]], keep)
+    assert max(tasks) < 20
 
 
-def test_a_request_that_names_a_piece_twice_is_refused(case: Case) -> None:
-    async def main() -> Code:
-        network = MemoryNetwork()
-        endpoint, asker = (RpcEndpoint(network.transport(name), SILENCE_S) for name in "AB")
-        await case.serve(endpoint, ContentServer(endpoint))
-        with pytest.raises(Refused) as refused:
-            await asker.ask("A", case.content.kind, pack(PiecesRequest(case.content.name, (0, 0))))
-        return refused.value.code
-
-    assert simulate(main) is Code.MALFORMED
+async def test_a_request_that_names_a_piece_twice_is_refused(case: Case) -> None:
+    network = MemoryNetwork()
+    endpoint, asker = (RpcEndpoint(network.transport(name), SILENCE_S) for name in "AB")
+    await case.serve(endpoint, ContentServer(endpoint))
+    with pytest.raises(Refused) as refused:
+        await asker.ask("A", case.content.kind, pack(PiecesRequest(case.content.name, (0, 0))))
+    assert refused.value.code is Code.MALFORMED
 
 
 @pytest.mark.parametrize("index", [10**3, 10**12])
-def test_a_piece_that_does_not_exist_is_not_there(case: Case, index: int) -> None:
-    async def main() -> None:
-        place, kind = Place(case), case.content.kind
-        await place.donor("A")
-        endpoint = RpcEndpoint(place.network.transport("me"), SILENCE_S)
-        assert index not in case.pieces
+async def test_a_piece_that_does_not_exist_is_not_there(case: Case, index: int) -> None:
+    place, kind = Place(case), case.content.kind
+    await place.donor("A")
+    endpoint = RpcEndpoint(place.network.transport("me"), SILENCE_S)
+    assert index not in case.pieces
+    async with endpoint.stream("A", kind) as stream:
+        await stream.send(pack(PiecesRequest(case.content.name, (index,))))
+        assert await stream.message(Kind.CONTENT) == b""
+    if kind == "updates":  # any plan may have updates that nobody asked for
         async with endpoint.stream("A", kind) as stream:
-            await stream.send(pack(PiecesRequest(case.content.name, (index,))))
+            await stream.send(pack(PiecesRequest("0" * 64, (0,))))
             assert await stream.message(Kind.CONTENT) == b""
-        if kind == "updates":  # any plan may have updates that nobody asked for
-            async with endpoint.stream("A", kind) as stream:
-                await stream.send(pack(PiecesRequest("0" * 64, (0,))))
-                assert await stream.message(Kind.CONTENT) == b""
-            return
-        with pytest.raises(Refused) as refused:
-            await endpoint.ask("A", kind, pack(PiecesRequest("0" * 64, (0,))))
-        assert refused.value.code is Code.NOT_HERE
-
-    simulate(main)
+        return
+    with pytest.raises(Refused) as refused:
+        await endpoint.ask("A", kind, pack(PiecesRequest("0" * 64, (0,))))
+    assert refused.value.code is Code.NOT_HERE

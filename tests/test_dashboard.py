@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -26,8 +27,10 @@ from spes_p2p.config.campaign import load_campaign_config
 from spes_p2p.errors import UserError
 from spes_p2p.messages.consensus import Change, Control
 from spes_p2p.messages.presence import HistoryPage, Named
+from spes_p2p.net.tasks import beside
 from spes_p2p.observe.swarm_status import swarm_status
 
+pytestmark = pytest.mark.real_time
 CONFIG = load_campaign_config(Path(__file__).parents[1] / "configs/test.yaml")
 NOBODY = "/ip4/127.0.0.1/tcp/9/p2p/QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
 PAGE = Path(__file__).parents[1] / "spes_p2p/client/dashboard/page.html"
@@ -201,19 +204,16 @@ def published(peers: int = 3, experts: int = 8) -> Published:
     return live
 
 
-def visit(live: Published, look: Callable[[aiohttp.ClientSession, str], Awaitable[None]]) -> None:
-    async def run() -> None:
-        async with serving(live, "127.0.0.1", 0) as url, aiohttp.ClientSession() as session:
-            await asyncio.wait_for(look(session, url), 20)
-
-    asyncio.run(run())
+@asynccontextmanager
+async def visiting(live: Published) -> AsyncIterator[tuple[aiohttp.ClientSession, str]]:
+    async with serving(live, "127.0.0.1", 0) as url, aiohttp.ClientSession() as session, asyncio.timeout(20):
+        yield session, url
 
 
-def test_the_card_has_the_state_of_the_campaign_and_may_be_cached() -> None:
+async def test_the_card_has_the_state_of_the_campaign_and_may_be_cached() -> None:
     live = published()
     assert live.view is not None
-
-    async def look(session: aiohttp.ClientSession, url: str) -> None:
+    async with visiting(live) as (session, url):
         answer = await session.get(f"{url}card.svg")
         assert answer.content_type == "image/svg+xml"
         assert answer.headers["Cache-Control"] == "public, max-age=60"
@@ -223,8 +223,6 @@ def test_the_card_has_the_state_of_the_campaign_and_may_be_cached() -> None:
         assert texts[1] == "round 20 of 400 · 2h13m left"
         assert texts[2].startswith(f"loss {live.view['loss']:.3f} · held-out ")
         assert texts[2].endswith(" · 9.83M tokens · 3 trainers")
-
-    visit(live, look)
 
 
 @pytest.mark.parametrize(("state", "fields", "detail"), [
@@ -253,10 +251,9 @@ async def next_event(response: aiohttp.ClientResponse) -> tuple[str, Any]:
     return name, json.loads(data)
 
 
-def test_every_document_is_served() -> None:
+async def test_every_document_is_served() -> None:
     live = published()
-
-    async def look(session: aiohttp.ClientSession, url: str) -> None:
+    async with visiting(live) as (session, url):
         for path, expected in (("status.json", live.status), ("series.json", live.curves)):
             async with session.get(url + path) as response:
                 assert await response.json() == json.loads(as_json(expected))
@@ -267,28 +264,22 @@ def test_every_document_is_served() -> None:
         async with session.get(url + "nothing") as response:
             assert response.status == 404
 
-    visit(live, look)
 
-
-def test_news_reach_an_open_page() -> None:
+async def test_news_reach_an_open_page() -> None:
     live = published()
-
-    async def look(session: aiohttp.ClientSession, url: str) -> None:
-        async with session.get(url + "events") as response:
-            assert (await next_event(response))[0] == "series"
-            name, document = await next_event(response)
-            assert (name, document["state"]) == ("view", "live")
-            live.set_state("silent", "gone")
-            assert (await next_event(response))[1]["state"] == "silent"
-            live.curves_version += 1
-            live.publish()
-            assert (await next_event(response))[0] == "series"
-
-    visit(live, look)
+    async with visiting(live) as (session, url), session.get(url + "events") as response:
+        assert (await next_event(response))[0] == "series"
+        name, document = await next_event(response)
+        assert (name, document["state"]) == ("view", "live")
+        live.set_state("silent", "gone")
+        assert (await next_event(response))[1]["state"] == "silent"
+        live.curves_version += 1
+        live.publish()
+        assert (await next_event(response))[0] == "series"
 
 
-def test_the_page_brings_everything_and_may_load_nothing() -> None:
-    async def look(session: aiohttp.ClientSession, url: str) -> None:
+async def test_the_page_brings_everything_and_may_load_nothing() -> None:
+    async with visiting(Published()) as (session, url):
         async with session.get(url) as response:
             assert response.content_type == "text/html"
             policy = response.headers["Content-Security-Policy"]
@@ -298,8 +289,6 @@ def test_the_page_brings_everything_and_may_load_nothing() -> None:
         assert "http://" not in page.replace("http://www.w3.org/2000/svg", "")
         assert "https://" not in page
 
-    visit(Published(), look)
-
 
 def test_the_page_has_no_way_to_turn_text_into_markup() -> None:
     page = PAGE.read_text()
@@ -308,14 +297,11 @@ def test_the_page_has_no_way_to_turn_text_into_markup() -> None:
     assert content_policy(page).count("sha256-") == 2
 
 
-def test_a_used_port_is_named_and_nothing_else_is_said(recwarn: pytest.WarningsRecorder) -> None:
-    async def run() -> None:
-        async with serving(Published(), "127.0.0.1", 0) as url:
-            port = int(url.rsplit(":", 1)[1].strip("/"))
-            with pytest.raises(UserError, match=rf"cannot listen on 127.0.0.1:{port} \(it is in use\); choose another --port"):
-                await run_dashboard([NOBODY], "127.0.0.1", port, print, webhook="http://127.0.0.1:9/")
-
-    asyncio.run(run())
+async def test_a_used_port_is_named_and_nothing_else_is_said(recwarn: pytest.WarningsRecorder) -> None:
+    async with serving(Published(), "127.0.0.1", 0) as url:
+        port = int(url.rsplit(":", 1)[1].strip("/"))
+        with pytest.raises(UserError, match=rf"cannot listen on 127.0.0.1:{port} \(it is in use\); choose another --port"):
+            await run_dashboard([NOBODY], "127.0.0.1", port, print, webhook="http://127.0.0.1:9/")
     assert not recwarn.list
 
 
@@ -337,24 +323,21 @@ def test_what_a_user_gets_wrong_is_one_line(arguments: list[str], expected: str)
 
 
 @pytest.mark.network
-def test_without_a_swarm_it_says_so_and_keeps_trying() -> None:
-    async def run() -> None:
-        url: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        task = asyncio.ensure_future(run_dashboard([NOBODY], "127.0.0.1", 0, url.set_result))
-        try:
-            async with aiohttp.ClientSession() as session, session.get(await url + "events") as response:
-                _, document = await next_event(response)
-                assert (document["state"], document["swarm"]) == ("searching", None)
-                assert NOBODY in document["message"]
-                while "tried 2 times" not in document["message"]:
-                    _, document = await next_event(response)
-                told = f"no peer that has the campaign answers at {NOBODY}; tried 2 times, retrying"
-                assert document["message"] == told, "advice for who typed a command that ended has no place on the page"
-        finally:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
-
-    asyncio.run(asyncio.wait_for(run(), 60))
+async def test_without_a_swarm_it_says_so_and_keeps_trying() -> None:
+    url: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+    async with (
+        asyncio.timeout(60),
+        beside(run_dashboard([NOBODY], "127.0.0.1", 0, url.set_result)),
+        aiohttp.ClientSession() as session,
+        session.get(await url + "events") as response,
+    ):
+        _, document = await next_event(response)
+        assert (document["state"], document["swarm"]) == ("searching", None)
+        assert NOBODY in document["message"]
+        while "tried 2 times" not in document["message"]:
+            _, document = await next_event(response)
+        told = f"no peer that has the campaign answers at {NOBODY}; tried 2 times, retrying"
+        assert document["message"] == told, "advice for who typed a command that ended has no place on the page"
 
 
 def test_unknown_numbers_are_null() -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,8 @@ from spes_p2p.net.tasks import beside
 from spes_p2p.observe.history import History
 from spes_p2p.session.own_state import OwnState, StateFile, is_pause_ordered
 
+pytestmark = pytest.mark.real_time
+
 
 @pytest.fixture
 def trainer(tmp_path: Path) -> Iterator[Path]:
@@ -42,22 +45,18 @@ def trainer(tmp_path: Path) -> Iterator[Path]:
     state.close()
 
 
-def with_page(
-    folder: Path, look: Callable[[str, OwnTrainer, aiohttp.ClientSession], Awaitable[None]], view: Any = None
-) -> None:
-    async def run() -> None:
-        published, own = Published(view=view), OwnTrainer(folder)
-        async with serving(published, "127.0.0.1", 0, own) as url, beside(own.watch(published)):
-            while published.own is None:
-                await asyncio.sleep(0.01)
-            async with aiohttp.ClientSession() as session:
-                await look(url, own, session)
-
-    asyncio.run(run())
+@asynccontextmanager
+async def page_of(folder: Path, view: Any = None) -> AsyncIterator[tuple[str, OwnTrainer, aiohttp.ClientSession]]:
+    published, own = Published(view=view), OwnTrainer(folder)
+    async with serving(published, "127.0.0.1", 0, own) as url, beside(own.watch(published)):
+        while published.own is None:
+            await asyncio.sleep(0.01)
+        async with aiohttp.ClientSession() as session:
+            yield url, own, session
 
 
-def test_its_page_pauses_and_resumes_it(trainer: Path) -> None:
-    async def look(url: str, own: OwnTrainer, session: aiohttp.ClientSession) -> None:
+async def test_its_page_pauses_and_resumes_it(trainer: Path) -> None:
+    async with page_of(trainer) as (url, own, session):
         headers = {"X-Spes-Token": own.token, "Origin": url.rstrip("/")}
         async with session.get(f"{url}view.json") as answer:
             seen = json.loads(await answer.text())["own"]
@@ -69,36 +68,28 @@ def test_its_page_pauses_and_resumes_it(trainer: Path) -> None:
                 assert (answer.status, (await answer.json())["pauses"]) == (200, pauses)
             assert is_pause_ordered(trainer) == pauses
 
-    with_page(trainer, look)
 
-
-def test_beside_the_button_to_resume_the_page_names_no_command(tmp_path: Path) -> None:
+async def test_beside_the_button_to_resume_the_page_names_no_command(tmp_path: Path) -> None:
     folder = run_dir(tmp_path, synthetic_swarm(2, 4, 3).records)
     RSAIdentity(folder / "identity.key")
     state = StateFile(folder)
     state.write(OwnState("paused", 0.0, reason="user", detail="until you type: spes-p2p resume runs/peer"))
-
-    async def look(url: str, own: OwnTrainer, session: aiohttp.ClientSession) -> None:
-        async with session.get(f"{url}view.json") as answer:
-            assert json.loads(await answer.text())["own"]["state"] == "paused"
-
-    with_page(folder, look)
+    async with page_of(folder) as (url, _, session), session.get(f"{url}view.json") as answer:
+        assert json.loads(await answer.text())["own"]["state"] == "paused"
     state.close()
 
 
 @pytest.mark.parametrize(("number", "share"), [(9, 1000 / 8000), (4, 1000 / 4000), (3, 1000 / 4000)])
-def test_the_share_of_a_trainer_that_is_paused_is_one_of_the_swarms_newest_base(
+async def test_the_share_of_a_trainer_that_is_paused_is_one_of_the_swarms_newest_base(
     trainer: Path, number: int, share: float
 ) -> None:
-    async def look(url: str, own: OwnTrainer, session: aiohttp.ClientSession) -> None:
-        async with session.get(f"{url}view.json") as answer:
-            assert json.loads(await answer.text())["own"]["share"]["share"] == share
-
-    with_page(trainer, look, {"round": number, "total_tokens": 8000, "done": False})
+    view = {"round": number, "total_tokens": 8000, "done": False}
+    async with page_of(trainer, view) as (url, _, session), session.get(f"{url}view.json") as answer:
+        assert json.loads(await answer.text())["own"]["share"]["share"] == share
 
 
-def test_a_run_dir_that_was_moved_away_is_told_and_found_again(trainer: Path) -> None:
-    async def look(url: str, own: OwnTrainer, session: aiohttp.ClientSession) -> None:
+async def test_a_run_dir_that_was_moved_away_is_told_and_found_again(trainer: Path) -> None:
+    async with page_of(trainer) as (url, _, session):
         async def until(state: str) -> None:
             seen = {"state": ""}
             while state not in seen["state"]:
@@ -111,15 +102,13 @@ def test_a_run_dir_that_was_moved_away_is_told_and_found_again(trainer: Path) ->
         away.rename(trainer)
         await until("running")
 
-    with_page(trainer, look)
-
 
 @pytest.mark.parametrize("wrong", [
     {"X-Spes-Token": ""}, {"X-Spes-Token": "0" * 32}, {"Origin": "https://example.org"}, {"Origin": "null"}, {"Origin": ""},
     {"Host": "example.org"}, {"Host": "example.org:80", "Origin": "http://example.org:80"},
 ])
-def test_orders_of_other_sites_and_without_the_token_are_refused(trainer: Path, wrong: dict[str, str]) -> None:
-    async def look(url: str, own: OwnTrainer, session: aiohttp.ClientSession) -> None:
+async def test_orders_of_other_sites_and_without_the_token_are_refused(trainer: Path, wrong: dict[str, str]) -> None:
+    async with page_of(trainer) as (url, own, session):
         right = {"X-Spes-Token": own.token, "Origin": url.rstrip("/")}
         headers = {name: value for name, value in {**right, **wrong}.items() if value}
         async with session.post(f"{url}own/pause", headers=headers) as answer:
@@ -128,19 +117,15 @@ def test_orders_of_other_sites_and_without_the_token_are_refused(trainer: Path, 
             assert answer.status == 405
         assert not is_pause_ordered(trainer)
 
-    with_page(trainer, look)
 
-
-def test_another_name_for_this_machine_reads_nothing(trainer: Path) -> None:
-    async def look(url: str, own: OwnTrainer, session: aiohttp.ClientSession) -> None:
+async def test_another_name_for_this_machine_reads_nothing(trainer: Path) -> None:
+    async with page_of(trainer) as (url, _, session):
         for path in ("", "view.json", "events"):
             async with session.get(url + path, headers={"Host": "example.org"}) as answer:
                 assert answer.status == 403
 
-    with_page(trainer, look)
 
-
-def test_the_page_looks_for_the_swarm_at_ones_own_trainer_when_nobody_answers_elsewhere(tmp_path: Path) -> None:
+async def test_the_page_looks_for_the_swarm_at_ones_own_trainer_when_nobody_answers_elsewhere(tmp_path: Path) -> None:
     folder, state = run_dir(tmp_path / "peer", synthetic_swarm(2, 4, 3).records), StateFile(tmp_path / "peer")
     peer, reached = RSAIdentity(folder / "identity.key").peer_id, asyncio.Event()
 
@@ -148,25 +133,19 @@ def test_the_page_looks_for_the_swarm_at_ones_own_trainer_when_nobody_answers_el
         reached.set()
         writer.close()
 
-    async def run() -> None:
-        async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
-            port = server.sockets[0].getsockname()[1]
-            state.write(OwnState("running", 0.0, met_addresses=(f"/ip4/127.0.0.1/tcp/{port}/p2p/{peer}",)))
-            nobody = f"/ip4/127.0.0.1/tcp/9/p2p/{peer}"
-            async with beside(run_dashboard([nobody], "127.0.0.1", 0, lambda url: None, own=OwnTrainer(folder))):
-                await asyncio.wait_for(reached.wait(), 30)
-
-    asyncio.run(run())
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        state.write(OwnState("running", 0.0, met_addresses=(f"/ip4/127.0.0.1/tcp/{port}/p2p/{peer}",)))
+        nobody = f"/ip4/127.0.0.1/tcp/9/p2p/{peer}"
+        async with beside(run_dashboard([nobody], "127.0.0.1", 0, lambda url: None, own=OwnTrainer(folder))):
+            await asyncio.wait_for(reached.wait(), 30)
     state.close()
 
 
-def test_a_dashboard_without_an_own_trainer_takes_no_orders() -> None:
-    async def run() -> None:
-        async with serving(Published(), "127.0.0.1", 0) as url, aiohttp.ClientSession() as session:
-            answer = await session.post(f"{url}own/pause", headers={"Origin": url.rstrip("/")})
-            assert answer.status == 404
-
-    asyncio.run(run())
+async def test_a_dashboard_without_an_own_trainer_takes_no_orders() -> None:
+    async with serving(Published(), "127.0.0.1", 0) as url, aiohttp.ClientSession() as session:
+        answer = await session.post(f"{url}own/pause", headers={"Origin": url.rstrip("/")})
+        assert answer.status == 404
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "192.0.2.1", "example.org", "::"])

@@ -18,8 +18,10 @@ from spes_p2p.client.dashboard.directory import directory_app, directory_page, r
 from spes_p2p.client.dashboard.listed import Listed, seen
 from spes_p2p.client.dashboard.poll import NO_ANSWER_THERE
 from spes_p2p.client.dashboard.server import listening
+from spes_p2p.net.tasks import beside
 from spes_p2p.observe.json_values import to_json
 
+pytestmark = pytest.mark.real_time
 NOBODY = "/ip4/127.0.0.1/tcp/9/p2p/QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
 LIVE = Listed([NOBODY], answers=True, updated=1e9, seen=seen(synthetic_swarm(3, 8, 20).statuses, NOBODY))
 
@@ -98,30 +100,23 @@ def test_what_peers_say_is_text_and_never_markup() -> None:
         assert f"{each}\n" in page.text
 
 
-def test_the_page_may_load_and_run_nothing_and_programs_get_the_same() -> None:
-    async def run() -> None:
-        async with listening(directory_app([LIVE]), "127.0.0.1", 0) as url, aiohttp.ClientSession() as session:
-            answer = await session.get(url)
-            policy = answer.headers["Content-Security-Policy"]
-            assert "default-src 'none'; script-src ;" in policy
-            assert "unsafe" not in policy
-            assert "fable-1b" in await answer.text()
-            [entry] = await (await session.get(f"{url}directory.json")).json()
-            assert (entry["answers"], entry["seen"]["round"]) == (True, 20)
-
-    asyncio.run(run())
+async def test_the_page_may_load_and_run_nothing_and_programs_get_the_same() -> None:
+    async with listening(directory_app([LIVE]), "127.0.0.1", 0) as url, aiohttp.ClientSession() as session:
+        answer = await session.get(url)
+        policy = answer.headers["Content-Security-Policy"]
+        assert "default-src 'none'; script-src ;" in policy
+        assert "unsafe" not in policy
+        assert "fable-1b" in await answer.text()
+        [entry] = await (await session.get(f"{url}directory.json")).json()
+        assert (entry["answers"], entry["seen"]["round"]) == (True, 20)
 
 
-def test_prometheus_gets_each_campaigns_figures_while_it_answers() -> None:
+async def test_prometheus_gets_each_campaigns_figures_while_it_answers() -> None:
     assert LIVE.seen is not None
     odd = replace(LIVE.seen, campaign='na"me\n\\', validation_loss=math.nan)
     listed = [LIVE, Listed(["odd"], True, 1e9, seen=odd), replace(LIVE, addresses=["silent"], answers=False), Listed(["new"])]
-
-    async def run() -> str:
-        async with listening(directory_app(listed), "127.0.0.1", 0) as url, aiohttp.ClientSession() as session:
-            return await (await session.get(f"{url}metrics")).text()
-
-    text = asyncio.run(run())
+    async with listening(directory_app(listed), "127.0.0.1", 0) as url, aiohttp.ClientSession() as session:
+        text = await (await session.get(f"{url}metrics")).text()
     found = {
         (sample.name, sample.labels["address"]): (sample.value, sample.labels)
         for family in text_string_to_metric_families(text) for sample in family.samples
@@ -139,11 +134,11 @@ def test_prometheus_gets_each_campaigns_figures_while_it_answers() -> None:
 
 
 @pytest.mark.network
-def test_a_dead_campaign_delays_no_other(campaign: Path, tmp_path: Path) -> None:
-    async def run(address: str) -> None:
-        url: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        task = asyncio.ensure_future(run_directory([[NOBODY], [address]], "127.0.0.1", 0, url.set_result))
-        try:
+async def test_a_dead_campaign_delays_no_other(campaign: Path, tmp_path: Path) -> None:
+    url: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+    with LocalPeers(tmp_path) as peers:
+        addresses = [[NOBODY], [peers.bootstrap(campaign).address]]
+        async with asyncio.timeout(120), beside(run_directory(addresses, "127.0.0.1", 0, url.set_result)):
             async with aiohttp.ClientSession() as session:
                 while True:
                     dead, alive = await (await session.get(f"{await url}directory.json")).json()
@@ -152,9 +147,3 @@ def test_a_dead_campaign_delays_no_other(campaign: Path, tmp_path: Path) -> None
                     await asyncio.sleep(0.1)
             assert (dead["answers"], dead["seen"]) == (False, None)
             assert (alive["seen"]["trainers"], alive["seen"]["helpers"]) == (0, 1)
-        finally:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
-
-    with LocalPeers(tmp_path) as peers:
-        asyncio.run(asyncio.wait_for(run(peers.bootstrap(campaign).address), 120))

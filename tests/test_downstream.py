@@ -6,7 +6,8 @@ import asyncio
 import json
 import logging
 import math
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -39,25 +40,21 @@ GB = 10**9
 FOUND = TasksEvaluated(4, (("piqa", "acc", 0.5, 0.025), ("piqa", "acc_norm", 0.25, math.nan)))
 
 
-def told(every_rounds: int, work: Callable[[Evaluations, asyncio.Event], Awaitable[None]], fails: str = "") -> list[Event]:
-    """Events of a peer with an evaluator that ends when the test says so; it has begun and ended what `work` left."""
+@asynccontextmanager
+async def evaluating(every_rounds: int, fails: str = "") -> AsyncIterator[tuple[Evaluations, asyncio.Event, list[Event]]]:
+    """A peer's evaluations, which end when the test says so, and what they told."""
     events: list[Event] = []
+    may_end = asyncio.Event()
 
-    async def run() -> None:
-        may_end = asyncio.Event()
+    async def evaluate() -> TasksEvaluated:
+        await may_end.wait()
+        if fails:
+            raise UserError(fails)
+        return FOUND
 
-        async def evaluate() -> TasksEvaluated:
-            await may_end.wait()
-            if fails:
-                raise UserError(fails)
-            return FOUND
-
-        evaluations = Evaluations(every_rounds, {"evaluating tasks": evaluate})
-        async with beside(evaluations.run(events.append)):
-            await work(evaluations, may_end)
-
-    asyncio.run(run())
-    return events
+    evaluations = Evaluations(every_rounds, {"evaluating tasks": evaluate})
+    async with beside(evaluations.run(events.append)):
+        yield evaluations, may_end, events
 
 
 async def until_idle() -> None:
@@ -67,18 +64,18 @@ async def until_idle() -> None:
 
 
 @pytest.mark.parametrize(("every_rounds", "evaluations"), [(0, 0), (1, ROUNDS), (3, ROUNDS // 3)])
-def test_tasks_run_every_so_many_rounds(every_rounds: int, evaluations: int) -> None:
-    async def all_rounds(tasks: Evaluations, may_end: asyncio.Event) -> None:
+async def test_tasks_run_every_so_many_rounds(every_rounds: int, evaluations: int) -> None:
+    async with evaluating(every_rounds) as (tasks, may_end, events):
         may_end.set()
         for event in (assembly(), *(commit(number) for number in range(1, ROUNDS + 1))):
             tasks.observe(event)
             await until_idle()
+    assert events == [FOUND] * evaluations
 
-    assert told(every_rounds, all_rounds) == [FOUND] * evaluations
 
-
-def test_a_round_is_skipped_while_the_last_evaluation_runs(caplog: pytest.LogCaptureFixture) -> None:
-    async def slow(tasks: Evaluations, may_end: asyncio.Event) -> None:
+async def test_a_round_is_skipped_while_the_last_evaluation_runs(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "spes_p2p")
+    async with evaluating(1) as (tasks, may_end, events):
         for number in (2, 3, 4, 5):
             tasks.observe(commit(number))
             await until_idle()
@@ -86,25 +83,22 @@ def test_a_round_is_skipped_while_the_last_evaluation_runs(caplog: pytest.LogCap
         await until_idle()
         tasks.observe(commit(6))
         await until_idle()
-
-    caplog.set_level(logging.INFO, "spes_p2p")
-    assert told(1, slow) == [FOUND] * 2
+    assert events == [FOUND] * 2
     assert caplog.messages == ["evaluating tasks: not after round 3, since that of an earlier round still goes on, with "
                                "CPU time that nothing else on this machine wants"]
 
 
-def test_a_failure_is_one_line_however_often_it_recurs(caplog: pytest.LogCaptureFixture) -> None:
-    async def three_rounds(tasks: Evaluations, may_end: asyncio.Event) -> None:
+async def test_a_failure_is_one_line_however_often_it_recurs(caplog: pytest.LogCaptureFixture) -> None:
+    async with evaluating(1, fails="no such data") as (tasks, may_end, events):
         may_end.set()
         for number in (1, 2, 3):
             tasks.observe(commit(number))
             await until_idle()
-
-    assert told(1, three_rounds, "no such data") == []
+    assert events == []
     assert caplog.messages == ["evaluating tasks failed: no such data"]
 
 
-def test_prompts_are_continued_where_tasks_fail(caplog: pytest.LogCaptureFixture) -> None:
+async def test_prompts_are_continued_where_tasks_fail(caplog: pytest.LogCaptureFixture) -> None:
     events: list[Event] = []
 
     async def fail() -> Event:
@@ -113,13 +107,10 @@ def test_prompts_are_continued_where_tasks_fail(caplog: pytest.LogCaptureFixture
     async def write() -> Event:
         return WRITTEN
 
-    async def run() -> None:
-        evaluations = Evaluations(1, {"evaluating tasks": fail, "continuing prompts": write})
-        async with beside(evaluations.run(events.append)):
-            evaluations.observe(commit(4))
-            await until_idle()
-
-    asyncio.run(run())
+    evaluations = Evaluations(1, {"evaluating tasks": fail, "continuing prompts": write})
+    async with beside(evaluations.run(events.append)):
+        evaluations.observe(commit(4))
+        await until_idle()
     assert (events, caplog.messages) == ([WRITTEN], ["evaluating tasks failed: no such data"])
 
 
@@ -177,27 +168,26 @@ def test_training_itself_comes_before_evaluations() -> None:
 
 
 @pytest.mark.long
-def test_the_process_that_fails_gives_its_reason_and_leaves_nothing(tmp_path: Path) -> None:
+@pytest.mark.real_time
+async def test_the_process_that_fails_gives_its_reason_and_leaves_nothing(tmp_path: Path) -> None:
     config = EvaluationConfig(tasks=("arc_easyy",))
     with pytest.raises(UserError, match=r"^unknown task 'arc_easyy'; did you mean"):
-        asyncio.run(evaluate_tasks(config, PeerConfig(run_dir=tmp_path), ROOM))
+        await evaluate_tasks(config, PeerConfig(run_dir=tmp_path), ROOM)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_evaluation_that_is_cancelled_leaves_nothing(tmp_path: Path) -> None:
-    async def cancel() -> None:
-        config, settings = EvaluationConfig(tasks=("piqa",)), PeerConfig(run_dir=tmp_path)
-        evaluation = asyncio.ensure_future(evaluate_tasks(config, settings, ROOM))
-        while not evaluators(psutil.Process().children()):
-            assert not evaluation.done()
-            await asyncio.sleep(0.01)
-        evaluation.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await evaluation
-        assert list(tmp_path.iterdir()) == []
-        assert evaluators(psutil.Process().children()) == []
-
-    asyncio.run(cancel())
+@pytest.mark.real_time
+async def test_an_evaluation_that_is_cancelled_leaves_nothing(tmp_path: Path) -> None:
+    config, settings = EvaluationConfig(tasks=("piqa",)), PeerConfig(run_dir=tmp_path)
+    evaluation = asyncio.ensure_future(evaluate_tasks(config, settings, ROOM))
+    while not evaluators(psutil.Process().children()):
+        assert not evaluation.done()
+        await asyncio.sleep(0.01)
+    evaluation.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await evaluation
+    assert list(tmp_path.iterdir()) == []
+    assert evaluators(psutil.Process().children()) == []
 
 
 def test_results_are_the_groups_metrics_and_bounded() -> None:

@@ -142,14 +142,11 @@ def test_a_loss_that_runs_away_again_pauses_the_campaign(caplog: pytest.LogCaptu
 
 
 @pytest.mark.long
-def test_without_a_good_base_to_return_to_the_campaign_is_paused() -> None:
-    async def main() -> None:
-        swarm = Judged([3.0, 3.3, 3.4, 3.45, 3.48, 3.49, 4.0], keep=1)
-        swarm.start_all()
-        await swarm.until(lambda: is_paused(swarm.nodes["W"].log.last.control))
-        assert min(archived_rounds(swarm.stores["W"])) > 0
-
-    simulate(main)
+async def test_without_a_good_base_to_return_to_the_campaign_is_paused() -> None:
+    swarm = Judged([3.0, 3.3, 3.4, 3.45, 3.48, 3.49, 4.0], keep=1)
+    swarm.start_all()
+    await swarm.until(lambda: is_paused(swarm.nodes["W"].log.last.control))
+    assert min(archived_rounds(swarm.stores["W"])) > 0
 
 
 @pytest.mark.long
@@ -182,31 +179,23 @@ def says(monkeypatch: pytest.MonkeyPatch, liars: str, loss: float) -> None:
 
 @pytest.mark.parametrize("lie", [0.1, 99.0])
 @pytest.mark.long
-def test_among_friends_one_liar_has_nothing_rolled_back(monkeypatch: pytest.MonkeyPatch, lie: float) -> None:
+async def test_among_friends_one_liar_has_nothing_rolled_back(monkeypatch: pytest.MonkeyPatch, lie: float) -> None:
     says(monkeypatch, "C", lie)
-
-    async def main() -> None:
-        swarm = Judged([3.0])
-        swarm.start_all()
-        await swarm.until_finished()
-        assert swarm.nodes["W"].controls.newest is None
-        told = swarm.recorders["W"].of(Evaluated)
-        assert {event.validation_loss for event in told} == {3.0, lie}
-        assert sum(event.validation_loss == lie for event in told) <= len(told) // 3 + 1  # in its turns only
-
-    simulate(main)
+    swarm = Judged([3.0])
+    swarm.start_all()
+    await swarm.until_finished()
+    assert swarm.nodes["W"].controls.newest is None
+    told = swarm.recorders["W"].of(Evaluated)
+    assert {event.validation_loss for event in told} == {3.0, lie}
+    assert sum(event.validation_loss == lie for event in told) <= len(told) // 3 + 1  # in its turns only
 
 
 @pytest.mark.long
-def test_among_friends_one_liar_cannot_hide_a_runaway_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_among_friends_one_liar_cannot_hide_a_runaway_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     says(monkeypatch, "C", 0.1)
-
-    async def main() -> None:
-        swarm = Judged([3.0] * 6 + [6.0], keep=8)
-        swarm.start_all()
-        await swarm.until(lambda: any(is_rollback(each.commit) for each in swarm.nodes["A"].log.since(-1)))
-
-    simulate(main)
+    swarm = Judged([3.0] * 6 + [6.0], keep=8)
+    swarm.start_all()
+    await swarm.until(lambda: any(is_rollback(each.commit) for each in swarm.nodes["A"].log.since(-1)))
 
 
 @pytest.mark.long
@@ -229,16 +218,12 @@ def test_when_the_owner_resumes_the_guard_begins_anew(caplog: pytest.LogCaptureF
 
 
 @pytest.mark.long
-def test_in_an_open_campaign_strangers_cannot_have_it_rolled_back(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_in_an_open_campaign_strangers_cannot_have_it_rolled_back(monkeypatch: pytest.MonkeyPatch) -> None:
     says(monkeypatch, "BC", 99.0)
-
-    async def main() -> None:
-        swarm = Judged([3.0], admission="open")
-        invitation = Invitation(swarm.campaign.hash, "A", ("trainer", "elector"), 2**40, b"")
-        swarm.invitations["A"] = signed_invitation(invitation, SimulatedIdentity("W"))
-        swarm.start_all()
-        await swarm.until_finished()
-        assert swarm.nodes["W"].controls.newest is None
-        assert {event.validation_loss for event in swarm.recorders["W"].of(Evaluated)} == {3.0}
-
-    simulate(main)
+    swarm = Judged([3.0], admission="open")
+    invitation = Invitation(swarm.campaign.hash, "A", ("trainer", "elector"), 2**40, b"")
+    swarm.invitations["A"] = signed_invitation(invitation, SimulatedIdentity("W"))
+    swarm.start_all()
+    await swarm.until_finished()
+    assert swarm.nodes["W"].controls.newest is None
+    assert {event.validation_loss for event in swarm.recorders["W"].of(Evaluated)} == {3.0}

@@ -184,16 +184,6 @@ def test_who_reads_while_a_part_begins_misses_nothing(tmp_path: Path, monkeypatc
     assert read_events(tmp_path)[:NUM_KEPT] == EVENTS
 
 
-def test_a_long_history_of_an_older_version_becomes_a_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    writer = History("a", tmp_path)
-    for event in EVENTS:
-        writer.record(event)
-    monkeypatch.setattr(history, "PART_BYTES", 500)
-    History("a", tmp_path)
-    assert (tmp_path / HISTORY_FILE).stat().st_size == 0
-    assert read_events(tmp_path) == EVENTS
-
-
 def test_a_damaged_part_is_named_and_costs_only_its_rest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

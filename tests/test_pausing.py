@@ -11,8 +11,9 @@ import os
 import re
 import signal
 import urllib.request
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 import psutil
 import pytest
@@ -213,23 +214,20 @@ def test_pause_answers_when_a_trainer_that_was_paused_already_says_that_the_orde
         assert give_pause_order(tmp_path, True, lambda: state.write(ordered)) == ordered
 
 
-def test_a_trainer_that_pauses_does_not_train(tmp_path: Path) -> None:
-    async def run() -> list[tuple[str, str, bool]]:
-        pauses, said = Pauses(make_peer_config(run_dir=tmp_path), ()), []
-        with contextlib.closing(pauses):
-            pauses.begin()
-            for event in (BaseRestored(-1, 0, 50, 0, "d", "disk"), StateEntered("training")):
-                pauses.observe(event)
-            for pause in (False, True):
-                order_pause(tmp_path, pause)
-                with contextlib.suppress(asyncio.TimeoutError):
-                    await asyncio.wait_for(pauses.watch(lambda: None, lambda event: None), 0.2)
-                own = read_own_state(tmp_path)
-                assert own is not None
-                said.append((own.state, own.reason, own.trains))
-        return said
-
-    assert asyncio.run(run()) == [("running", "", True), ("pausing", "user", False)]
+async def test_a_trainer_that_pauses_does_not_train(tmp_path: Path) -> None:
+    pauses, said = Pauses(make_peer_config(run_dir=tmp_path), ()), []
+    with contextlib.closing(pauses):
+        pauses.begin()
+        for event in (BaseRestored(-1, 0, 50, 0, "d", "disk"), StateEntered("training")):
+            pauses.observe(event)
+        for pause in (False, True):
+            order_pause(tmp_path, pause)
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(pauses.watch(lambda: None, lambda event: None), 0.2)
+            own = read_own_state(tmp_path)
+            assert own is not None
+            said.append((own.state, own.reason, own.trains))
+    assert said == [("running", "", True), ("pausing", "user", False)]
 
 
 def test_a_trainer_says_where_else_the_swarm_is_found_also_after_it_left(tmp_path: Path) -> None:
@@ -263,11 +261,9 @@ def test_a_trainer_that_comes_back_asks_peers_that_it_met_where_nobody_answers(
     async def is_any_listening(addresses: Sequence[str]) -> bool:
         return listens in [names[address] for address in addresses]
 
-    @contextlib.asynccontextmanager
-    async def ends(settings: PeerConfig, addresses: Sequence[str]) -> AsyncIterator[None]:
+    def ends(settings: PeerConfig, addresses: Sequence[str]) -> NoReturn:
         tried.append([names[address] for address in addresses])
         raise UserError("ends")
-        yield
 
     monkeypatch.setattr("spes_p2p.session.run.is_any_listening", is_any_listening)
     monkeypatch.setattr("spes_p2p.session.run.connected", ends)
@@ -297,45 +293,40 @@ def test_the_run_dir_of_a_bootstrap_peer_stands_for_its_address(tmp_path: Path) 
     assert "is not the address of a peer" in call("status", str(tmp_path)).stderr
 
 
-def test_a_trainer_says_what_it_waits_for_until_it_trains(tmp_path: Path) -> None:
-    async def run() -> list[tuple[str, bool]]:
-        pauses, said = Pauses(make_peer_config(run_dir=tmp_path), ()), []
-        paused, training = StateEntered("paused"), StateEntered("training")
-        events = (None, BaseRestored(-1, 0, 50, 0, "d", "disk"), paused, training, paused)
-        with contextlib.closing(pauses):
-            pauses.begin()
-            pauses.prepares("getting the newest base")
-            for event in events:
-                if event is not None:
-                    pauses.observe(event)
-                with contextlib.suppress(asyncio.TimeoutError):
-                    await asyncio.wait_for(pauses.watch(lambda: None, lambda event: None), 0.2)
-                own = read_own_state(tmp_path)
-                assert own is not None
-                said.append((own.line, own.trains))
-        return said
-
-    assert asyncio.run(run()) == [
+async def test_a_trainer_says_what_it_waits_for_until_it_trains(tmp_path: Path) -> None:
+    pauses, said = Pauses(make_peer_config(run_dir=tmp_path), ()), []
+    paused, training = StateEntered("paused"), StateEntered("training")
+    events = (None, BaseRestored(-1, 0, 50, 0, "d", "disk"), paused, training, paused)
+    with contextlib.closing(pauses):
+        pauses.begin()
+        pauses.prepares("getting the newest base")
+        for event in events:
+            if event is not None:
+                pauses.observe(event)
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(pauses.watch(lambda: None, lambda event: None), 0.2)
+            own = read_own_state(tmp_path)
+            assert own is not None
+            said.append((own.line, own.trains))
+    assert said == [
         ("preparing: getting the newest base", False), ("waiting: for a round that gives it work", False),
         ("waiting: the campaign is paused", False), ("running", True),
         ("waiting: the campaign is paused", False),
     ]
 
 
-def test_a_pause_that_was_ordered_while_the_trainer_prepared_comes_before_training(tmp_path: Path) -> None:
-    async def prepare() -> tuple[bool, bool]:
-        pauses = Pauses(make_peer_config(run_dir=tmp_path), ())
-        with contextlib.closing(pauses):
-            assert await pauses.over()
-            pauses.prepares("importing torch")
-            own = read_own_state(tmp_path)
-            assert own is not None
-            assert own.line == "preparing: importing torch"
-            before = await pauses.is_due()
-            order_pause(tmp_path, True)
-            return before, await pauses.is_due() and pauses.follows
-
-    assert asyncio.run(prepare()) == (False, True)
+async def test_a_pause_that_was_ordered_while_the_trainer_prepared_comes_before_training(tmp_path: Path) -> None:
+    pauses = Pauses(make_peer_config(run_dir=tmp_path), ())
+    with contextlib.closing(pauses):
+        assert await pauses.over()
+        pauses.prepares("importing torch")
+        own = read_own_state(tmp_path)
+        assert own is not None
+        assert own.line == "preparing: importing torch"
+        assert not await pauses.is_due()
+        order_pause(tmp_path, True)
+        assert await pauses.is_due()
+        assert pauses.follows
 
 
 def test_a_trainer_that_looks_for_its_campaign_can_be_paused_and_leaves_no_trace_if_there_is_none(
@@ -343,13 +334,11 @@ def test_a_trainer_that_looks_for_its_campaign_can_be_paused_and_leaves_no_trace
 ) -> None:
     folder = tmp_path / "peer"
 
-    @contextlib.asynccontextmanager
-    async def nobody(settings: PeerConfig, addresses: Sequence[str]) -> AsyncIterator[None]:
+    def nobody(settings: PeerConfig, addresses: Sequence[str]) -> NoReturn:
         ordered = give_pause_order(folder, True)
         assert ordered is not None
         assert (ordered.state, ordered.addresses) == ("preparing", (EXAMPLE_ADDRESS,))
         raise NobodyAnswers("no peer answers")
-        yield
 
     monkeypatch.setattr("spes_p2p.session.run.connected", nobody)
     with pytest.raises(NobodyAnswers):
@@ -385,10 +374,8 @@ def test_who_joins_in_another_peers_run_dir_is_told_and_leaves_it_as_it_was(
     folder = run_dir(tmp_path, [])
     before = sorted(folder.iterdir())
 
-    @contextlib.asynccontextmanager
-    async def refused(settings: PeerConfig, addresses: Sequence[str]) -> AsyncIterator[None]:
+    def refused(settings: PeerConfig, addresses: Sequence[str]) -> NoReturn:
         raise UserError("a running peer uses this identity")
-        yield
 
     monkeypatch.setattr("spes_p2p.session.run.connected", refused)
     with pytest.raises(UserError, match="a running peer"):
@@ -475,13 +462,11 @@ def test_a_trainer_gives_way_and_says_what_its_quota_leaves(campaign: Path, tmp_
         assert {child.nice() for child in polite.children()} == {others}, "so does p2pd"
 
 
-def test_that_a_trainer_joins_through_peers_that_it_met_is_not_told_at_each_try(caplog: pytest.LogCaptureFixture) -> None:
-    async def main() -> None:
-        async with await asyncio.start_server(lambda reader, writer: writer.close(), "127.0.0.1", 0) as server:
-            met = f"/ip4/127.0.0.1/tcp/{server.sockets[0].getsockname()[1]}/p2p/QmMet"
-            for tells in (True, False, False):
-                assert await with_met(["/ip4/127.0.0.1/tcp/9/p2p/QmOwner"], [met], tells)
-
-    with caplog.at_level(logging.INFO):
-        asyncio.run(main())
+@pytest.mark.real_time
+async def test_that_a_trainer_joins_through_peers_that_it_met_is_not_told_at_each_try(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    async with await asyncio.start_server(lambda reader, writer: writer.close(), "127.0.0.1", 0) as server:
+        met = f"/ip4/127.0.0.1/tcp/{server.sockets[0].getsockname()[1]}/p2p/QmMet"
+        for tells in (True, False, False):
+            assert await with_met(["/ip4/127.0.0.1/tcp/9/p2p/QmOwner"], [met], tells)
     assert caplog.text.count("joining through peers that this trainer met before") == 1

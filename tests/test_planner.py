@@ -19,7 +19,6 @@ from rich.console import Console
 from torch.profiler import ProfilerActivity, profile
 
 from spes_p2p.campaign import free_memory
-from spes_p2p.campaign.free_memory import meminfo_bytes
 from spes_p2p.campaign.host_memory import PROGRAM_BYTES, host_bytes
 from spes_p2p.campaign.plan_table import join_flags, plan_json, render_plan
 from spes_p2p.campaign.planner import alternatives, bootstrap_disk_bytes, disk_bytes, plan_peer, round_traffic, written_bytes
@@ -353,11 +352,6 @@ def test_speeds(text: str, speed: float | None) -> None:
 def test_what_is_no_size_names_the_option(text: str) -> None:
     with pytest.raises(UserError, match=r"^--memory '.*': must be a size such as 24GiB or 24GB$"):
         parse_bytes(text, "--memory")
-
-
-def test_available_memory_is_read_in_kib() -> None:
-    meminfo = "MemTotal:  100 kB\nMemFree:  7 kB\nMemAvailable:   42 kB\n"
-    assert [meminfo_bytes(meminfo, name) for name in ("MemAvailable", "MemTotal")] == [42 * 1024, 100 * 1024]
 
 
 def run_plan(*options: str) -> Ended:

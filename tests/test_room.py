@@ -35,7 +35,7 @@ from spes_p2p.model.build import initial_state, layout_of
 from spes_p2p.model.memory import Setup, device_bytes
 from spes_p2p.session.resources import choose_resources, disk_space, require_disk, resources_on
 from spes_p2p.session.run import tell_room
-from spes_p2p.testing.simulate.swarm import VirtualSwarm, campaign, simulate
+from spes_p2p.testing.simulate.swarm import VirtualSwarm, campaign
 from spes_p2p.training.device import bound_memory
 from spes_p2p.training.interface import Phase, PhaseReport
 from spes_p2p.training.options import TrainingOptions
@@ -271,7 +271,7 @@ def test_every_setup_of_the_search_takes_the_same_step(stored: Any, error: float
 
 
 @pytest.mark.long
-def test_peers_with_different_setups_have_one_campaign_and_compute_the_same_bases() -> None:
+async def test_peers_with_different_setups_have_one_campaign_and_compute_the_same_bases() -> None:
     the_campaign = campaign(10, training={"sync_steps": 5, "warmup_steps": 0})
     config = the_campaign.config
     setups = deque([
@@ -289,14 +289,11 @@ def test_peers_with_different_setups_have_one_campaign_and_compute_the_same_base
         setups.rotate()
         return Virtual(config, base, owned, CountingText(), CountingText(), options=used[-1])
 
-    async def main() -> None:
-        swarm = VirtualSwarm(the_campaign, layout=layout_of(config.model), make_trainer=make_trainer)
-        swarm.start_all()
-        await swarm.until_finished()
-        swarm.assert_replicas_agree()
-        assert max(swarm.recorders["A"].commits()) == config.total_rounds
-
-    simulate(main)
+    swarm = VirtualSwarm(the_campaign, layout=layout_of(config.model), make_trainer=make_trainer)
+    swarm.start_all()
+    await swarm.until_finished()
+    swarm.assert_replicas_agree()
+    assert max(swarm.recorders["A"].commits()) == config.total_rounds
     assert len(set(used)) == 3
 
 

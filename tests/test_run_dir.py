@@ -23,7 +23,7 @@ from spes_p2p.session.own_state import OwnState, StateFile
 from spes_p2p.session.run_dir import made_run_dir
 from spes_p2p.storage.store import DirectoryStore, frame_record
 from spes_p2p.testing.memory_store import MemoryStore
-from spes_p2p.testing.simulate.swarm import VirtualSwarm, campaign, simulate
+from spes_p2p.testing.simulate.swarm import VirtualSwarm, campaign
 
 POINTS = [
     ("append", "commits.log"), ("append:done", "commits.log"),
@@ -53,33 +53,27 @@ def until_reached(swarm: VirtualSwarm, name: str, point: tuple[str, str], act: C
 
 @pytest.mark.parametrize("point", POINTS, ids=" ".join)
 @pytest.mark.sampled(2)
-def test_a_peer_killed_at_any_point_of_any_write_goes_on_with_the_same_bits(point: tuple[str, str]) -> None:
-    async def main() -> None:
-        swarm = VirtualSwarm(campaign(sync={"min_peers": 2}))
-        swarm.start_all("AB")
-        await swarm.until_round(2)
-        reached = until_reached(swarm, "B", point, lambda: swarm.kill("B"))
-        await swarm.until(lambda: bool(reached), 300)
-        swarm.restart("B")
-        await swarm.until_finished()
-        swarm.assert_replicas_agree()
-        assert swarm.recorders["B"].of(BaseRestored)[-1].source == "disk"
-
-    simulate(main)
+async def test_a_peer_killed_at_any_point_of_any_write_goes_on_with_the_same_bits(point: tuple[str, str]) -> None:
+    swarm = VirtualSwarm(campaign(sync={"min_peers": 2}))
+    swarm.start_all("AB")
+    await swarm.until_round(2)
+    reached = until_reached(swarm, "B", point, lambda: swarm.kill("B"))
+    await swarm.until(lambda: bool(reached), 300)
+    swarm.restart("B")
+    await swarm.until_finished()
+    swarm.assert_replicas_agree()
+    assert swarm.recorders["B"].of(BaseRestored)[-1].source == "disk"
 
 
-def test_a_peer_killed_between_checkpoint_and_base_keeps_its_moments(caplog: pytest.LogCaptureFixture) -> None:
-    async def main() -> None:
-        swarm = VirtualSwarm(campaign(sync={"min_peers": 2}))
-        swarm.start_all("AB")
-        await swarm.until_round(2)
-        reached = until_reached(swarm, "B", ("write:draft", "base"), lambda: swarm.kill("B"))
-        await swarm.until(lambda: bool(reached), 300)
-        swarm.restart("B")
-        await swarm.until_finished()
-        assert "fresh moments" not in caplog.text
-
-    simulate(main)
+async def test_a_peer_killed_between_checkpoint_and_base_keeps_its_moments(caplog: pytest.LogCaptureFixture) -> None:
+    swarm = VirtualSwarm(campaign(sync={"min_peers": 2}))
+    swarm.start_all("AB")
+    await swarm.until_round(2)
+    reached = until_reached(swarm, "B", ("write:draft", "base"), lambda: swarm.kill("B"))
+    await swarm.until(lambda: bool(reached), 300)
+    swarm.restart("B")
+    await swarm.until_finished()
+    assert "fresh moments" not in caplog.text
 
 
 STOPPING = [(at, name) for at, name in POINTS if not at.endswith("done") and name != "votes"]
@@ -87,47 +81,41 @@ STOPPING = [(at, name) for at, name in POINTS if not at.endswith("done") and nam
 
 @pytest.mark.parametrize("point", STOPPING, ids=" ".join)
 @pytest.mark.sampled(2)
-def test_a_peer_with_a_full_disk_stops_with_the_reason_and_goes_on_when_there_is_room(point: tuple[str, str]) -> None:
+async def test_a_peer_with_a_full_disk_stops_with_the_reason_and_goes_on_when_there_is_room(point: tuple[str, str]) -> None:
     def full() -> None:
         raise UserError(f"{point[1]}: cannot be written (No space left on device); make room")
 
-    async def main() -> None:
-        swarm = VirtualSwarm(campaign(sync={"min_peers": 2}))
-        swarm.start_all("AB")
-        await swarm.until_round(2)
-        task = swarm.tasks.pop("B")
-        filling = swarm.stores["B"]
-        assert isinstance(filling, MemoryStore)
+    swarm = VirtualSwarm(campaign(sync={"min_peers": 2}))
+    swarm.start_all("AB")
+    await swarm.until_round(2)
+    task = swarm.tasks.pop("B")
+    filling = swarm.stores["B"]
+    assert isinstance(filling, MemoryStore)
 
-        def no_room(at: str, blob: str) -> None:
-            if at == point[0] and blob.startswith(point[1]) and "B" in swarm.peers and swarm.round_of("B") >= 2:
-                full()
+    def no_room(at: str, blob: str) -> None:
+        if at == point[0] and blob.startswith(point[1]) and "B" in swarm.peers and swarm.round_of("B") >= 2:
+            full()
 
-        filling.fault = no_room
-        await asyncio.wait({task}, timeout=60.0)
-        assert isinstance(task.exception(), UserError)
-        filling.fault = None
-        swarm.restart("B")
-        await swarm.until_finished()
-        swarm.assert_replicas_agree()
-
-    simulate(main)
+    filling.fault = no_room
+    await asyncio.wait({task}, timeout=60.0)
+    assert isinstance(task.exception(), UserError)
+    filling.fault = None
+    swarm.restart("B")
+    await swarm.until_finished()
+    swarm.assert_replicas_agree()
 
 
-def test_a_vote_that_finds_no_room_is_not_given_and_the_others_decide() -> None:
+async def test_a_vote_that_finds_no_room_is_not_given_and_the_others_decide() -> None:
     def full() -> None:
         raise UserError("votes: cannot be written (No space left on device); make room")
 
-    async def main() -> None:
-        swarm = VirtualSwarm(campaign(sync={"min_peers": 2}))
-        swarm.start_all("AB")
-        await swarm.until_round(2)
-        reached = until_reached(swarm, "B", ("write:rename", "votes"), full)
-        await swarm.until_finished()
-        assert reached
-        swarm.assert_replicas_agree()
-
-    simulate(main)
+    swarm = VirtualSwarm(campaign(sync={"min_peers": 2}))
+    swarm.start_all("AB")
+    await swarm.until_round(2)
+    reached = until_reached(swarm, "B", ("write:rename", "votes"), full)
+    await swarm.until_finished()
+    assert reached
+    swarm.assert_replicas_agree()
 
 
 HARMS: dict[str, Callable[[bytes], bytes]] = {
@@ -175,23 +163,19 @@ async def starts_again(swarm: VirtualSwarm, run_dir: Path) -> None:
 @pytest.mark.parametrize("harm", [*HARMS, "deleted", "an older one"])
 @pytest.mark.sampled(4)
 @pytest.mark.long
-def test_a_harmed_file_of_a_run_dir_is_recovered(
+async def test_a_harmed_file_of_a_run_dir_is_recovered(
     tmp_path: Path, name: str, harm: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     run_dir, earlier = tmp_path / "run", tmp_path / "earlier"
-
-    async def main() -> None:
-        swarm = await at_round_3(run_dir, earlier)
-        (target,) = run_dir.glob(f"{name}*")
-        if harm in HARMS:
-            target.write_bytes(HARMS[harm](target.read_bytes()))
-        elif harm == "deleted" or not (earlier / target.name).exists():
-            target.unlink()
-        else:
-            shutil.copy(earlier / target.name, target)
-        await starts_again(swarm, run_dir)
-
-    simulate(main)
+    swarm = await at_round_3(run_dir, earlier)
+    (target,) = run_dir.glob(f"{name}*")
+    if harm in HARMS:
+        target.write_bytes(HARMS[harm](target.read_bytes()))
+    elif harm == "deleted" or not (earlier / target.name).exists():
+        target.unlink()
+    else:
+        shutil.copy(earlier / target.name, target)
+    await starts_again(swarm, run_dir)
     told = f"{run_dir / name} is damaged, or another campaign's; downloading the base again" in caplog.text
     assert told == (name == "base" and harm in HARMS)
 
@@ -304,12 +288,9 @@ def test_a_folder_in_place_of_a_file_of_the_campaign_is_not_called_damage(tmp_pa
 
 
 @pytest.mark.long
-def test_a_damaged_checkpoint_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    async def main() -> None:
-        swarm = await at_round_3(tmp_path / "run", tmp_path / "earlier")
-        checkpoint = tmp_path / "run" / "checkpoint-1.safetensors"
-        checkpoint.write_bytes(flipped(checkpoint.read_bytes(), checkpoint.stat().st_size - 1))
-        await starts_again(swarm, tmp_path / "run")
-        assert "checkpoint-1.safetensors is truncated or damaged" in caplog.text
-
-    simulate(main)
+async def test_a_damaged_checkpoint_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    swarm = await at_round_3(tmp_path / "run", tmp_path / "earlier")
+    checkpoint = tmp_path / "run" / "checkpoint-1.safetensors"
+    checkpoint.write_bytes(flipped(checkpoint.read_bytes(), checkpoint.stat().st_size - 1))
+    await starts_again(swarm, tmp_path / "run")
+    assert "checkpoint-1.safetensors is truncated or damaged" in caplog.text

@@ -23,7 +23,6 @@ from spes_p2p.rounds.planned import Member
 from spes_p2p.rounds.reducer_residual import ReducerResiduals
 from spes_p2p.storage.scratch import memory_scratch
 from spes_p2p.storage.store import DirectoryStore
-from spes_p2p.testing.simulate.swarm import simulate
 from spes_p2p.testing.synthetic import SyntheticTrainer
 from spes_p2p.training.checkpoint import load_checkpoint, take_checkpoint, write_checkpoint
 from spes_p2p.training.flat_model import COPY_ELEMENTS
@@ -119,26 +118,22 @@ def test_where_it_lies_changes_nothing(where: str, tmp_path: Path) -> None:
                 ledger.update[start][:] = bytes(len(ledger.update[start]))
 
 
-def test_what_was_dropped_long_ago_does_not_keep_the_files_of_its_rounds() -> None:
+async def test_what_was_dropped_long_ago_does_not_keep_the_files_of_its_rounds() -> None:
     """Each round sums another expert, of which the encoding drops something."""
     mine = ReducerResiduals(memory_scratch)
-
-    async def main() -> None:
-        for number in range(4):
-            routed = tuple(5 if expert == number else 0 for expert in range(4))
-            plan = make_plan_of([member("A", 10, routed, 50.0), member("B", 10, routed, 0.001)])
-            played = await Round.open(plan, random_updates(plan, number), "int8", residuals={"A": mine.by_key})
-            await played.run()
-            exchange, commit = played.exchanges["A"], played.commit()
-            before = {start: dropped.copy() for start, dropped in mine.by_key.items()}
-            mine.settle([exchange], exchange.results, {part.index for part in exchange.results.committed(commit)})
-            assert before.keys() <= mine.by_key.keys()
-            for start, dropped in mine.by_key.items():
-                np.testing.assert_array_equal(dropped, exchange.new_residuals.get(start, before.get(start)))
-        assert len(mine.by_key) > len(exchange.new_residuals) > 0
-        assert len({id(_owner(dropped)) for dropped in mine.by_key.values()}) == 2
-
-    simulate(main)
+    for number in range(4):
+        routed = tuple(5 if expert == number else 0 for expert in range(4))
+        plan = make_plan_of([member("A", 10, routed, 50.0), member("B", 10, routed, 0.001)])
+        played = await Round.open(plan, random_updates(plan, number), "int8", residuals={"A": mine.by_key})
+        await played.run()
+        exchange, commit = played.exchanges["A"], played.commit()
+        before = {start: dropped.copy() for start, dropped in mine.by_key.items()}
+        mine.settle([exchange], exchange.results, {part.index for part in exchange.results.committed(commit)})
+        assert before.keys() <= mine.by_key.keys()
+        for start, dropped in mine.by_key.items():
+            np.testing.assert_array_equal(dropped, exchange.new_residuals.get(start, before.get(start)))
+    assert len(mine.by_key) > len(exchange.new_residuals) > 0
+    assert len({id(_owner(dropped)) for dropped in mine.by_key.values()}) == 2
 
 
 def _owner(view: np.ndarray) -> np.ndarray:

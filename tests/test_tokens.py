@@ -296,127 +296,102 @@ def test_only_what_the_root_proves_is_taken(place: Place) -> None:
 # Fetching ---------------------------------------------------------------------------------------------------------------
 
 
-def test_only_the_pieces_that_are_asked_for_are_fetched(place: Place) -> None:
-    async def main() -> None:
-        await place.library("W", place.shelf("W", has_file=True))
-        shelf = place.shelf("me")
-        mine = await place.library("me", shelf)
-        await mine.ensure(place.file, [2, 5, PIECES - 1])
-        assert place.is_right(shelf, [2, 5, PIECES - 1])
-        assert place.received("W", "me") < 3.2 * PIECE_BYTES
-        before = place.received("W", "me")
-        await mine.ensure(place.file, [2, 5])
-        assert place.received("W", "me") == before
-
-    simulate(main)
+async def test_only_the_pieces_that_are_asked_for_are_fetched(place: Place) -> None:
+    await place.library("W", place.shelf("W", has_file=True))
+    shelf = place.shelf("me")
+    mine = await place.library("me", shelf)
+    await mine.ensure(place.file, [2, 5, PIECES - 1])
+    assert place.is_right(shelf, [2, 5, PIECES - 1])
+    assert place.received("W", "me") < 3.2 * PIECE_BYTES
+    before = place.received("W", "me")
+    await mine.ensure(place.file, [2, 5])
+    assert place.received("W", "me") == before
 
 
-def test_trainers_that_have_pieces_spare_the_bootstrap_peer(place: Place) -> None:
-    async def main() -> None:
-        await place.library("W", place.shelf("W", has_file=True))
-        first, second = place.shelf("A"), place.shelf("B")
-        await (await place.library("A", first)).ensure(place.file, range(PIECES))
-        before = place.received("W", "A")
-        await (await place.library("B", second, trainers=["A"])).ensure(place.file, range(PIECES))
-        assert place.is_right(second, range(PIECES))
-        assert before > (PIECES - 1) * PIECE_BYTES
-        assert place.received("A", "B") + place.received("W", "B") < 1.1 * PIECES * PIECE_BYTES
-        assert place.received("A", "B") > 0
-
-    simulate(main)
+async def test_trainers_that_have_pieces_spare_the_bootstrap_peer(place: Place) -> None:
+    await place.library("W", place.shelf("W", has_file=True))
+    first, second = place.shelf("A"), place.shelf("B")
+    await (await place.library("A", first)).ensure(place.file, range(PIECES))
+    before = place.received("W", "A")
+    await (await place.library("B", second, trainers=["A"])).ensure(place.file, range(PIECES))
+    assert place.is_right(second, range(PIECES))
+    assert before > (PIECES - 1) * PIECE_BYTES
+    assert place.received("A", "B") + place.received("W", "B") < 1.1 * PIECES * PIECE_BYTES
+    assert place.received("A", "B") > 0
 
 
-def test_a_donor_that_has_some_pieces_gives_those(place: Place) -> None:
-    async def main() -> None:
-        await place.library("W", place.shelf("W", has_file=True))
-        some = list(range(0, PIECES, 3))
-        await (await place.library("A", place.shelf("A"))).ensure(place.file, some)
-        shelf = place.shelf("B")
-        await (await place.library("B", shelf, trainers=["A"])).ensure(place.file, range(PIECES))
-        assert place.is_right(shelf, range(PIECES))
-        assert place.received("A", "B") > (len(some) - 1) * PIECE_BYTES
-
-    simulate(main)
+async def test_a_donor_that_has_some_pieces_gives_those(place: Place) -> None:
+    await place.library("W", place.shelf("W", has_file=True))
+    some = list(range(0, PIECES, 3))
+    await (await place.library("A", place.shelf("A"))).ensure(place.file, some)
+    shelf = place.shelf("B")
+    await (await place.library("B", shelf, trainers=["A"])).ensure(place.file, range(PIECES))
+    assert place.is_right(shelf, range(PIECES))
+    assert place.received("A", "B") > (len(some) - 1) * PIECE_BYTES
 
 
 @pytest.mark.parametrize("vouched", ["A", ""], ids=["beside a vouched one", "alone"])
 @pytest.mark.parametrize("bytes_per_s", [2000.0, 1.05 * LATE_BYTES_PER_S], ids=["late", "just not late"])
-def test_strangers_that_give_text_slowly_delay_nobody_for_long(place: Place, vouched: str, bytes_per_s: float) -> None:
+async def test_strangers_that_give_text_slowly_delay_nobody_for_long(place: Place, vouched: str, bytes_per_s: float) -> None:
     """A, for whom the owner vouches, has none of it yet, as in the first epoch; without A the strangers are asked first."""
-
-    async def main() -> None:
-        strangers = [f"stranger-{number}" for number in range(12)]
-        for name in strangers:
-            await place.library(name, place.shelf(name, has_file=True), bytes_per_s=bytes_per_s)
-        for name in ("W", *vouched):
-            await place.library(name, place.shelf(name, has_file=name == "W"))
-        mine = await place.library("me", place.shelf("me"), [*strangers, *vouched], vouched=vouched)
-        began = asyncio.get_running_loop().time()
-        await mine.ensure(place.file, range(PIECES_PER_REQUEST))
-        took_s = asyncio.get_running_loop().time() - began
-        assert took_s < (0.3 if vouched else 2 * SILENCE_S)
-        assert not vouched or not any(place.received(name, "me") for name in strangers)
-
-    simulate(main)
+    strangers = [f"stranger-{number}" for number in range(12)]
+    for name in strangers:
+        await place.library(name, place.shelf(name, has_file=True), bytes_per_s=bytes_per_s)
+    for name in ("W", *vouched):
+        await place.library(name, place.shelf(name, has_file=name == "W"))
+    mine = await place.library("me", place.shelf("me"), [*strangers, *vouched], vouched=vouched)
+    began = asyncio.get_running_loop().time()
+    await mine.ensure(place.file, range(PIECES_PER_REQUEST))
+    took_s = asyncio.get_running_loop().time() - began
+    assert took_s < (0.3 if vouched else 2 * SILENCE_S)
+    assert not vouched or not any(place.received(name, "me") for name in strangers)
 
 
-def test_text_that_only_strangers_have_comes_from_them(place: Place) -> None:
-    async def main() -> None:
-        for name in ("A", "W", "X"):
-            await place.library(name, place.shelf(name, has_file=name == "X"))
-        shelf = place.shelf("me")
-        await (await place.library("me", shelf, "AX", vouched="A")).ensure(place.file, [0, 1])
-        assert place.is_right(shelf, [0, 1])
-
-    simulate(main)
+async def test_text_that_only_strangers_have_comes_from_them(place: Place) -> None:
+    for name in ("A", "W", "X"):
+        await place.library(name, place.shelf(name, has_file=name == "X"))
+    shelf = place.shelf("me")
+    await (await place.library("me", shelf, "AX", vouched="A")).ensure(place.file, [0, 1])
+    assert place.is_right(shelf, [0, 1])
 
 
-def test_who_reads_text_for_ever_makes_room_for_a_newcomer(place: Place) -> None:
-    async def main() -> None:
-        place.network.set_bandwidth("W", 4e6, 4e6)
-        await place.library("W", place.shelf("W", has_file=True))
-        hashes = place.shelf("W", has_file=True).hashes(place.file.pieces_sha256)
-        assert hashes is not None
-        content = listed("tokens", place.file.pieces_sha256, hashes, PIECE_BYTES)
+async def test_who_reads_text_for_ever_makes_room_for_a_newcomer(place: Place) -> None:
+    place.network.set_bandwidth("W", 4e6, 4e6)
+    await place.library("W", place.shelf("W", has_file=True))
+    hashes = place.shelf("W", has_file=True).hashes(place.file.pieces_sha256)
+    assert hashes is not None
+    content = listed("tokens", place.file.pieces_sha256, hashes, PIECE_BYTES)
 
-        async def ignore(index: int, body: Body) -> None:
-            pass
+    async def ignore(index: int, body: Body) -> None:
+        pass
 
-        async def read_for_ever(name: str) -> None:
-            fetcher = Fetcher(RpcEndpoint(place.network.transport(name), SILENCE_S))
-            while True:
-                await fetcher.fetch(content, range(PIECES), [fetcher.peers(["W"])], ignore)
+    async def read_for_ever(name: str) -> None:
+        fetcher = Fetcher(RpcEndpoint(place.network.transport(name), SILENCE_S))
+        while True:
+            await fetcher.fetch(content, range(PIECES), [fetcher.peers(["W"])], ignore)
 
-        readers = [asyncio.create_task(read_for_ever(f"reader-{number}")) for number in range(2 * MAX_CONCURRENT_UPLOADS)]
-        await asyncio.sleep(5.0)
-        newcomer = await place.library("A", place.shelf("A"))
-        await asyncio.wait_for(newcomer.ensure(place.file, [0]), 3 * MAX_CONCURRENT_UPLOADS * TURN_BYTES / 4e6)
-        await end_tasks(readers)
-
-    simulate(main)
+    readers = [asyncio.create_task(read_for_ever(f"reader-{number}")) for number in range(2 * MAX_CONCURRENT_UPLOADS)]
+    await asyncio.sleep(5.0)
+    newcomer = await place.library("A", place.shelf("A"))
+    await asyncio.wait_for(newcomer.ensure(place.file, [0]), 3 * MAX_CONCURRENT_UPLOADS * TURN_BYTES / 4e6)
+    await end_tasks(readers)
 
 
-def test_pieces_that_come_back_are_waited_for(place: Place) -> None:
-    async def main() -> None:
-        shelf = place.shelf("me")
-        mine = await place.library("me", shelf)
-        waiting = asyncio.create_task(mine.ensure(place.file, [0, 1]))
-        await asyncio.sleep(PATIENCE_S / 2)
-        assert not waiting.done()
-        await place.library("W", place.shelf("W", has_file=True))
-        await waiting
-        assert place.is_right(shelf, [0, 1])
-
-    simulate(main)
+async def test_pieces_that_come_back_are_waited_for(place: Place) -> None:
+    shelf = place.shelf("me")
+    mine = await place.library("me", shelf)
+    waiting = asyncio.create_task(mine.ensure(place.file, [0, 1]))
+    await asyncio.sleep(PATIENCE_S / 2)
+    assert not waiting.done()
+    await place.library("W", place.shelf("W", has_file=True))
+    await waiting
+    assert place.is_right(shelf, [0, 1])
 
 
-def test_text_that_nobody_has_ends_with_a_line_that_says_so(place: Place) -> None:
-    async def main() -> None:
-        mine = await place.library("me", place.shelf("me"))
-        with pytest.raises(UserError, match=r"train.npy: no peer gives 2 pieces of this token file; ask the campaign's owner"):
-            await mine.ensure(place.file, [0, 1])
-
-    simulate(main)
+async def test_text_that_nobody_has_ends_with_a_line_that_says_so(place: Place) -> None:
+    mine = await place.library("me", place.shelf("me"))
+    with pytest.raises(UserError, match=r"train.npy: no peer gives 2 pieces of this token file; ask the campaign's owner"):
+        await mine.ensure(place.file, [0, 1])
 
 
 def test_what_no_one_should_ask_for_is_refused_or_empty(place: Place) -> None:

@@ -92,88 +92,76 @@ def order(swarm: VirtualSwarm, from_round: int) -> None:
 
 
 @pytest.mark.long
-def test_a_swarm_is_upgraded_peer_by_peer_and_loses_no_round() -> None:
-    async def main() -> None:
-        swarm = VirtualSwarm(campaign(total_steps=120, sync={"min_peers": 2}))
-        swarm.start_all("ABCD")
-        for number, name in enumerate("BWDAC", 2):
-            await swarm.until_round(number)
-            await upgrade(swarm, name)
-        await swarm.until_finished()
-        swarm.assert_same_commits()
-        swarm.assert_replicas_agree()
-        assert {contact.protocol for contact in swarm.nodes["W"].contacts.values()} == {NEXT}
-        commits = swarm.peers["A"].node.log.since(-1)
-        assert [each.commit.round for each in commits] == list(range(13))
-        assert all(each.commit.term == 0 for each in commits)
-        for name in "ABCD":
-            missed = [each.commit.round for each in commits if name not in each.commit.members]
-            assert len(missed) <= 1, f"{name} is out for the round of its own restart at most: {missed}"
-            assert swarm.peers[name].finished
-        refused = [e for recorder in swarm.recorders.values() for e in recorder.of(RoundFailed) if e.reason == "malformed"]
-        assert refused == []
-
-    simulate(main)
+async def test_a_swarm_is_upgraded_peer_by_peer_and_loses_no_round() -> None:
+    swarm = VirtualSwarm(campaign(total_steps=120, sync={"min_peers": 2}))
+    swarm.start_all("ABCD")
+    for number, name in enumerate("BWDAC", 2):
+        await swarm.until_round(number)
+        await upgrade(swarm, name)
+    await swarm.until_finished()
+    swarm.assert_same_commits()
+    swarm.assert_replicas_agree()
+    assert {contact.protocol for contact in swarm.nodes["W"].contacts.values()} == {NEXT}
+    commits = swarm.peers["A"].node.log.since(-1)
+    assert [each.commit.round for each in commits] == list(range(13))
+    assert all(each.commit.term == 0 for each in commits)
+    for name in "ABCD":
+        missed = [each.commit.round for each in commits if name not in each.commit.members]
+        assert len(missed) <= 1, f"{name} is out for the round of its own restart at most: {missed}"
+        assert swarm.peers[name].finished
+    refused = [e for recorder in swarm.recorders.values() for e in recorder.of(RoundFailed) if e.reason == "malformed"]
+    assert refused == []
 
 
 @pytest.mark.long
-def test_peers_below_the_required_version_warn_then_end_before_its_first_round(caplog: pytest.LogCaptureFixture) -> None:
-    async def main() -> None:
-        swarm = VirtualSwarm(campaign(total_steps=120, sync={"min_peers": 2}))
-        for name in "WAB":
-            swarm.around[name] = newer
-        swarm.start_all("ABCD")
-        await swarm.until_round(1)
-        order(swarm, from_round=6)
-        old = {name: swarm.tasks[name] for name in "CD"}
-        while not all(task.done() for task in old.values()):
-            await asyncio.sleep(0.5)
-        expected = f"{NEXT} from round 6 on, this program speaks {PROTOCOL_VERSION}; {UPGRADE}"
-        for name, task in old.items():
-            with pytest.raises(UserError, match=expected):
-                task.result()
-            assert max(swarm.recorders[name].commits()) == 5
-            swarm.kill(name)
-        warned = [record.getMessage() for record in caplog.records if expected in record.getMessage()]
-        assert [f"rounds left: {left};" in " ".join(warned) for left in (3, 2, 1)] == [True] * 3
-        swarm.start("C")
-        while not swarm.tasks["C"].done():
-            await asyncio.sleep(0.5)
-        assert isinstance(swarm.tasks["C"].exception(), UserError), "it is not let in again"
-        swarm.kill("C")
-        await swarm.until_finished()
-        swarm.assert_replicas_agree()
-        commits = swarm.recorders["A"].of(RoundCommitted)
-        assert [commit.round for commit in commits] == list(range(13)), "no round is lost"
-        assert {len(commit.members) for commit in commits if commit.round >= 6} == {2}
-
-    simulate(main)
+async def test_peers_below_the_required_version_warn_then_end_before_its_first_round(caplog: pytest.LogCaptureFixture) -> None:
+    swarm = VirtualSwarm(campaign(total_steps=120, sync={"min_peers": 2}))
+    for name in "WAB":
+        swarm.around[name] = newer
+    swarm.start_all("ABCD")
+    await swarm.until_round(1)
+    order(swarm, from_round=6)
+    old = {name: swarm.tasks[name] for name in "CD"}
+    while not all(task.done() for task in old.values()):
+        await asyncio.sleep(0.5)
+    expected = f"{NEXT} from round 6 on, this program speaks {PROTOCOL_VERSION}; {UPGRADE}"
+    for name, task in old.items():
+        with pytest.raises(UserError, match=expected):
+            task.result()
+        assert max(swarm.recorders[name].commits()) == 5
+        swarm.kill(name)
+    warned = [record.getMessage() for record in caplog.records if expected in record.getMessage()]
+    assert [f"rounds left: {left};" in " ".join(warned) for left in (3, 2, 1)] == [True] * 3
+    swarm.start("C")
+    while not swarm.tasks["C"].done():
+        await asyncio.sleep(0.5)
+    assert isinstance(swarm.tasks["C"].exception(), UserError), "it is not let in again"
+    swarm.kill("C")
+    await swarm.until_finished()
+    swarm.assert_replicas_agree()
+    commits = swarm.recorders["A"].of(RoundCommitted)
+    assert [commit.round for commit in commits] == list(range(13)), "no round is lost"
+    assert {len(commit.members) for commit in commits if commit.round >= 6} == {2}
 
 
-def test_a_joiner_of_an_older_version_is_told_what_to_type() -> None:
-    async def main() -> None:
-        swarm = VirtualSwarm(campaign())
-        swarm.start_all()
-        await swarm.until_round(0)
-        swarm.nodes["W"].world = dataclasses.replace(swarm.nodes["W"].world, oldest_protocol=NEXT)
-        endpoint = RpcEndpoint(in_memory_world(swarm.network, "visitor").transport, 5.0)
-        with pytest.raises(UserError, match=f"{PROTOCOL_VERSION} is too old .* {NEXT} or newer; {UPGRADE}"):
-            await fetch_campaign(endpoint, ["W"])
-
-    simulate(main)
+async def test_a_joiner_of_an_older_version_is_told_what_to_type() -> None:
+    swarm = VirtualSwarm(campaign())
+    swarm.start_all()
+    await swarm.until_round(0)
+    swarm.nodes["W"].world = dataclasses.replace(swarm.nodes["W"].world, oldest_protocol=NEXT)
+    endpoint = RpcEndpoint(in_memory_world(swarm.network, "visitor").transport, 5.0)
+    with pytest.raises(UserError, match=f"{PROTOCOL_VERSION} is too old .* {NEXT} or newer; {UPGRADE}"):
+        await fetch_campaign(endpoint, ["W"])
 
 
-def test_a_joiner_of_a_newer_version_notices_that_the_swarm_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def main() -> None:
-        swarm = VirtualSwarm(campaign())
-        swarm.start_all()
-        await swarm.until_round(0)
-        monkeypatch.setattr("spes_p2p.campaign.record.OLDEST_PROTOCOL", NEXT)
-        endpoint = RpcEndpoint(in_memory_world(swarm.network, "visitor").transport, 5.0)
-        with pytest.raises(UserError, match=f"W speaks protocol {PROTOCOL_VERSION}, .*: git fetch && git checkout v"):
-            await fetch_campaign(endpoint, ["W"])
-
-    simulate(main)
+async def test_a_joiner_of_a_newer_version_notices_that_the_swarm_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
+    swarm = VirtualSwarm(campaign())
+    swarm.start_all()
+    await swarm.until_round(0)
+    monkeypatch.setattr("spes_p2p.campaign.record.OLDEST_PROTOCOL", NEXT)
+    endpoint = RpcEndpoint(in_memory_world(swarm.network, "visitor").transport, 5.0)
+    with pytest.raises(UserError, match=f"W speaks protocol {PROTOCOL_VERSION}, .*: git fetch && git checkout v"):
+        await fetch_campaign(endpoint, ["W"])
 
 
 def test_who_asks_a_peer_that_still_starts_is_told_so_with_its_id_once() -> None:

@@ -25,7 +25,6 @@ from spes_p2p.data.url_donor import FIRST_BACKOFF_S, MAX_BACKOFF_S, UrlDonor, Ur
 from spes_p2p.errors import UserError
 from spes_p2p.net.rpc import RpcEndpoint
 from spes_p2p.testing.memory_network import MemoryNetwork
-from spes_p2p.testing.simulate.swarm import simulate
 
 PATH = "/tokens/train.npy"
 PIECES = 9
@@ -232,34 +231,27 @@ async def library(network: MemoryNetwork, name: str, shelf: TokenShelf, donor: U
     return made
 
 
-def test_what_a_peer_has_is_not_read_from_the_url_and_the_rest_is(place: Place, tmp_path: Path) -> None:
-    async def main() -> None:
-        network = MemoryNetwork(latency_s=0.01)
-        place.shelf.put(place.root, 1, RIGHT[PIECE_BYTES : 2 * PIECE_BYTES])
-        await library(network, "W", place.shelf, UrlDonor(allows_private=True))
-        mine = TokenShelf([place.file], tmp_path / "mine", {})
-        fetching = await library(network, "me", mine, place.donor)
-        await fetching.ensure(place.file, [1])
-        assert place.server.asked == []
-        await fetching.ensure(place.file, [1, 3])
-        assert mine.missing(place.root, range(PIECES)) == [i for i in range(PIECES) if i not in (1, 3)]
-        assert (PIECE_BYTES, 2 * PIECE_BYTES) not in {(start, stop) for _, start, stop in place.server.asked}
-
-    simulate(main)
+async def test_what_a_peer_has_is_not_read_from_the_url_and_the_rest_is(place: Place, tmp_path: Path) -> None:
+    network = MemoryNetwork(latency_s=0.01)
+    place.shelf.put(place.root, 1, RIGHT[PIECE_BYTES : 2 * PIECE_BYTES])
+    await library(network, "W", place.shelf, UrlDonor(allows_private=True))
+    mine = TokenShelf([place.file], tmp_path / "mine", {})
+    fetching = await library(network, "me", mine, place.donor)
+    await fetching.ensure(place.file, [1])
+    assert place.server.asked == []
+    await fetching.ensure(place.file, [1, 3])
+    assert mine.missing(place.root, range(PIECES)) == [i for i in range(PIECES) if i not in (1, 3)]
+    assert (PIECE_BYTES, 2 * PIECE_BYTES) not in {(start, stop) for _, start, stop in place.server.asked}
 
 
-def test_when_the_url_fails_for_good_peers_are_asked_until_patience_ends_with_one_line(
+async def test_when_the_url_fails_for_good_peers_are_asked_until_patience_ends_with_one_line(
     place: Place, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     gone(place)
-
-    async def main() -> None:
-        network = MemoryNetwork(latency_s=0.01)
-        await library(network, "W", place.shelf, UrlDonor(allows_private=True))
-        fetching = await library(network, "me", TokenShelf([place.file], tmp_path / "mine", {}), place.donor)
-        expected = rf"no peer gives 2 pieces of this token file, and {place.file.url}: not there \(status 404\); ask the"
-        with pytest.raises(UserError, match=expected):
-            await fetching.ensure(place.file, [0, 7])
-
-    simulate(main)
+    network = MemoryNetwork(latency_s=0.01)
+    await library(network, "W", place.shelf, UrlDonor(allows_private=True))
+    fetching = await library(network, "me", TokenShelf([place.file], tmp_path / "mine", {}), place.donor)
+    expected = rf"no peer gives 2 pieces of this token file, and {place.file.url}: not there \(status 404\); ask the"
+    with pytest.raises(UserError, match=expected):
+        await fetching.ensure(place.file, [0, 7])
     assert caplog.text.count("not there") == 1

@@ -17,8 +17,12 @@ def parser_of(about: str | None) -> argparse.ArgumentParser:
 
 def tell(report: dict[str, Any], file: Path | None) -> None:
     """Print a report, and write it to the file."""
-    text = json.dumps(report, indent=2)
-    print(text)
+    print(json.dumps(report, indent=2))
+    write(report, file)
+
+
+def write(report: Any, file: Path | None) -> None:
+    """Write a report to the file, if there is one."""
     if file is not None:
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(text + "\n")
+        file.write_text(json.dumps(report, indent=2) + "\n")

@@ -11,18 +11,16 @@ bfloat16.
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import time
 import tracemalloc
 import zlib
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
+from bench_json import parser_of, write
 
 from spes_p2p.content.floats import pack_floats, unpack_floats
 from spes_p2p.rounds.codecs import CODECS, Codec
@@ -36,9 +34,8 @@ CONTRIBUTORS = 4
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--rounds", type=int, default=7, help="at least 5 (default 7)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there too")
     arguments = parser.parse_args()
     if arguments.rounds < 5:
         parser.error(f"--rounds {arguments.rounds}: must be at least 5")
@@ -68,8 +65,7 @@ def main() -> int:
         left = sum(map(len, map(pack_floats, _pieces(stored)))) / stored.nbytes
         report[f"base {name}"] = {"pack": pack, "unpack": unpack, "bytes": left}
         print(f"base of {name}: pack {pack:.2f} GB/s, unpack {unpack:.2f} GB/s, {left:.3f} of the bytes")
-    if arguments.json:
-        arguments.json.write_text(json.dumps(report, indent=2))
+    write(report, arguments.json)
     return 0
 
 

@@ -8,12 +8,11 @@ of the model, and the records of the last rounds, of which a peer keeps some pla
 
 from __future__ import annotations
 
-import argparse
-import json
 import tracemalloc
 from dataclasses import replace
 from hashlib import sha256
 
+from bench_json import parser_of, tell
 from round_contenders import EXPERTS, our_campaign
 
 from spes_p2p.consensus.signed import sign
@@ -30,12 +29,11 @@ PEERS = (4, 16, 64, 256, 1000)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--peers", type=int, nargs="+", default=PEERS, help="members (default 4 16 64 256 1000)")
     arguments = parser.parse_args()
     megabytes_of_round(min(arguments.peers))  # fills caches that live as long as the process
-    found = {str(peers): megabytes_of_round(peers) | bytes_per_member(peers) for peers in arguments.peers}
-    print(json.dumps(found, indent=2))
+    tell({str(peers): megabytes_of_round(peers) | bytes_per_member(peers) for peers in arguments.peers}, arguments.json)
 
 
 def megabytes_of_round(peers: int) -> dict[str, float]:

@@ -10,15 +10,13 @@ upload, all bytes / all upload).
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from unittest.mock import patch
 
 import numpy as np
+from bench_json import parser_of, write
 
 from spes_p2p.config.campaign import CodecConfig
 from spes_p2p.messages.codec import unpack
@@ -87,10 +85,9 @@ class Measured:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--peers", type=int, nargs="+", default=[16, 32], help="how many take part (default 16 32)")
     parser.add_argument("--megabytes", type=int, default=2, help="encoded state (default 2); parts and lines grow with it")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there too")
     parser.add_argument("--cases", nargs="+", default=list(CASES), metavar="CASE", help="the first words of some cases")
     parser.add_argument("--reducers", nargs="+", choices=EITHER, default=list(EITHER), help="default: all")
     arguments = parser.parse_args()
@@ -110,8 +107,7 @@ def main() -> None:
                 print(f"{m.case:33}{m.peers:4} {m.reducers:10}{m.seconds:8.1f}{m.most_sent_bytes / 1e6:8.2f} MB"
                       f"{m.sent_bytes / 1e6:8.1f} MB{m.sent_over:11.3f}{m.received_over:10.3f}{m.neighbours:11}"
                       f"{m.least_seconds:9.1f}", flush=True)
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps([asdict(m) for m in measured], indent=2) + "\n")
+    write([asdict(m) for m in measured], arguments.json)
 
 
 def measure(case: str, peers: int, reducers: str, megabytes: int) -> Measured:

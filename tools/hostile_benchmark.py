@@ -17,7 +17,6 @@ five. A round lasts from the last trainer's commit to the next one's; the first 
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import itertools
@@ -38,9 +37,10 @@ from typing import Any
 import msgpack
 import numpy as np
 import uvloop
+from bench_json import parser_of, write
 from hivemind.dht.routing import DHTID, get_dht_time
 from hivemind.p2p import PeerID
-from round_benchmark import Process, command_of, end_all
+from round_benchmark import Process, started
 from round_contenders import EXPERTS
 
 from spes_p2p.campaign.genesis import make_genesis, save_base_0
@@ -395,33 +395,16 @@ def reports_of(members: list[Process]) -> Iterator[list[Report]]:
 @contextlib.contextmanager
 def swarm(folder: Path, phase_s: float) -> Iterator[tuple[Process, str, Commit, list[Process]]]:
     """Yield a bootstrap peer, its address, its campaign's first commit, and three trainers."""
-    processes = list[Process]()
-
-    def start(kind: str, member: int, **known: Any) -> Process:
-        own = folder / f"{kind}{member}"
-        own.mkdir()
-        spec = {
-            "kind": kind, "member": member, "folder": str(own), "address": "127.0.0.1", "elements": ELEMENTS, "owned": EXPERTS,
-            "codec": "int4", "sync": {"min_peers": TRAINERS}, "phase_s": phase_s, "latency_s": 0.0, **known,
-        }
-        with (own / "log").open("w") as log:
-            child = subprocess.Popen(command_of(MEMBER), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True)
-        processes.append(Process(child, spec))
-        processes[-1].send(json.dumps(spec))
-        return processes[-1]
-
-    try:
-        helper = start("bootstrap", 0)
+    spec = {
+        "address": "127.0.0.1", "elements": ELEMENTS, "owned": EXPERTS, "codec": "int4", "sync": {"min_peers": TRAINERS},
+        "phase_s": phase_s, "latency_s": 0.0,
+    }
+    with started(MEMBER, folder) as start:
+        helper = start("bootstrap", 0, **spec)
         found = helper.next_report()
         address, genesis = found["address"], found["genesis"]
-        members = [start("ours", number, addresses=[address], genesis=genesis) for number in range(TRAINERS)]
+        members = [start("ours", number, addresses=[address], genesis=genesis, **spec) for number in range(TRAINERS)]
         yield helper, address, unpack(Commit, bytes.fromhex(genesis)), members
-    except RuntimeError:
-        for log in sorted(folder.glob("*/log")):
-            print(log.parent.name, log.read_text()[-3000:], sep="\n", file=sys.stderr)
-        raise
-    finally:
-        end_all(processes)
 
 
 # Processes --------------------------------------------------------------------------------------------------------------
@@ -468,19 +451,17 @@ def main() -> None:
     if sys.argv[1:2] == ["attack"]:
         uvloop.run(attack(Path(sys.argv[2]), *sys.argv[3:]))
         return
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--only", nargs="+", choices=ATTACKS, default=list(ATTACKS), help="default: all")
     parser.add_argument("--seconds", type=float, default=20.0, help="of each attack (default 20)")
     parser.add_argument("--rounds", type=int, metavar="N", help="measure N rounds without attack and N with the scene instead")
     parser.add_argument("--phase-s", type=float, default=2.0, help="seconds that a phase of these rounds takes (default 2)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there too")
     arguments = parser.parse_args()
     if arguments.rounds:
         report = measure_rounds(arguments.rounds, arguments.phase_s)
     else:
         report = uvloop.run(measure(arguments.only, arguments.seconds))
-    if arguments.json:
-        arguments.json.write_text(json.dumps(report, indent=2) + "\n")
+    write(report, arguments.json)
     (show_rounds if arguments.rounds else show)(report)
 
 

@@ -23,18 +23,16 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import statistics
-import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from bench_json import parser_of, tell
-from round_benchmark import Process, command_of, end_all, end_on_signals
+from round_benchmark import Process, end_on_signals, started
 from round_contenders import EXPERTS, Report, our_campaign, our_layout, tensor_sizes
 
 from spes_p2p.observe.events import Event, RoundCommitted
@@ -148,11 +146,10 @@ def regions_case(arguments: argparse.Namespace) -> Report:
             machines.add(name, inside)
         machines.partition(names[site:])
         machines.join_sides(between)
-        with tempfile.TemporaryDirectory(prefix="bench-", dir=arguments.folder) as place, started() as start:
-            rules = {**spec, "folder_of": place}
-            found = start("bootstrap", 0, machines, rules).next_report()
-            known = {"addresses": [found["address"]], "genesis": found["genesis"]}
-            members = [start("ours", i, machines, {**rules, **known}, name) for i, name in enumerate(names)]
+        with starting(arguments.folder) as start:
+            found = start("bootstrap", 0, **machine(machines, "bootstrap"), **spec).next_report()
+            known = {"addresses": [found["address"]], "genesis": found["genesis"], **spec}
+            members = [start("ours", i, **machine(machines, name), **known) for i, name in enumerate(names)]
             first = [member.next_report() for member in members]
             sides = [{report["peer"] for report in first[:site]}, {report["peer"] for report in first[site:]}]
             owners, crossed = first[0]["owners"], machines.crossed_bytes()
@@ -252,12 +249,10 @@ def run(spec: Report, lines: Mapping[str, float], arguments: argparse.Namespace)
     try:
         for name in ("bootstrap", *lines):
             machines.add(name, 1e6 / 8 * lines.get(name, max(lines.values())))
-        with tempfile.TemporaryDirectory(prefix="bench-", dir=arguments.folder) as place, started() as start:
-            rules = {**spec, "folder_of": place}
-            first = start("bootstrap", 0, machines, rules)
-            found = first.next_report()
-            known = {"addresses": [found["address"]], "genesis": found["genesis"]}
-            members = {name: start("ours", i, machines, {**rules, **known}, name) for i, name in enumerate(lines)}
+        with starting(arguments.folder) as start:
+            found = start("bootstrap", 0, **machine(machines, "bootstrap"), **spec).next_report()
+            known = {"addresses": [found["address"]], "genesis": found["genesis"], **spec}
+            members = {name: start("ours", i, **machine(machines, name), **known) for i, name in enumerate(lines)}
             last = WARM_UP + arguments.rounds
             heard = {name: list(reports_until(member, last)) for name, member in members.items()}
         return {name: [report for report in reports if report["round"] >= WARM_UP] for name, reports in heard.items()}
@@ -266,8 +261,8 @@ def run(spec: Report, lines: Mapping[str, float], arguments: argparse.Namespace)
 
 
 def run_alone(spec: Report, arguments: argparse.Namespace) -> dict[str, list[Report]]:
-    with started() as start:
-        member = start("alone", 0, None, {**spec, "folder_of": str(arguments.folder), "rounds": 1 + arguments.rounds})
+    with starting(arguments.folder) as start:
+        member = start("alone", 0, rounds=1 + arguments.rounds, **spec)
         return {"alone": list(reports_until(member, 1 + arguments.rounds))}
 
 
@@ -280,33 +275,15 @@ def reports_until(member: Process, last: int) -> Iterator[Report]:
 
 
 @contextmanager
-def started() -> Iterator[Any]:
-    """Yield a function that starts processes in their namespaces; end them all."""
-    processes: list[Process] = []
-
-    def start(kind: str, member: int, machines: Namespaces | None, rules: Report, name: str = "bootstrap") -> Process:
-        folder = Path(rules["folder_of"]) / name
-        command, address = command_of(PROGRAM), ""
-        log: Any = subprocess.DEVNULL
-        if machines is not None:
-            folder.mkdir()
-            command, address = [*machines.command(name), *command], machines.address(name)
-            log = (folder / "log").open("w")
-        child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True)
-        process = Process(child, {**rules, "kind": kind, "member": member, "folder": str(folder), "address": address})
-        processes.append(process)
-        process.send(json.dumps(process.spec))
-        return process
-
-    try:
+def starting(folder: Path) -> Iterator[Callable[..., Process]]:
+    """Yield a function that starts processes, in this folder; end them all."""
+    with tempfile.TemporaryDirectory(prefix="bench-", dir=folder) as place, started(PROGRAM, Path(place)) as start:
         yield start
-    except RuntimeError:
-        for process in processes:
-            text = Path(process.spec["folder"]) / "log"
-            print(process.spec["kind"], text.read_text()[-3000:] if text.exists() else "", sep="\n", file=sys.stderr)
-        raise
-    finally:
-        end_all(processes)
+
+
+def machine(machines: Namespaces, name: str) -> Report:
+    """Return with what a process is started in a namespace."""
+    return {"before": machines.command(name), "address": machines.address(name)}
 
 
 def summary(rounds: Mapping[str, list[Report]], lines: Mapping[str, float], phase_s: float, down: float = 1.0) -> Report:

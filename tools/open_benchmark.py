@@ -8,8 +8,6 @@ of what all train, and one for each expert.
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
 import statistics
 import tempfile
@@ -19,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from bench_json import parser_of, tell
 from benchmarks import RandomText
 
 from spes_p2p.config.campaign import CampaignConfig, parse_campaign_config
@@ -34,13 +33,13 @@ BATCH, LENGTH, EXPERTS, OWNED = 8, 256, 8, 2
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--millions", type=float, default=100.0, help="about how many parameters, in millions (default 100)")
     parser.add_argument("--phase", type=int, default=100, help="steps between two rounds (default 100)")
     parser.add_argument("--rounds", type=int, default=5, help="measurements of each (default 5)")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    print(json.dumps(costs(campaign(arguments.millions), arguments.phase, arguments.rounds), indent=2))
+    tell(costs(campaign(arguments.millions), arguments.phase, arguments.rounds), arguments.json)
 
 
 def campaign(millions: float) -> CampaignConfig:

@@ -9,7 +9,6 @@ share one disk.
 
 from __future__ import annotations
 
-import argparse
 import json
 import signal
 import statistics
@@ -17,14 +16,16 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from time import monotonic
 from typing import IO, Any
 
 import psutil
+from bench_json import parser_of, tell
 from round_contenders import EXPERTS, MEMBERS, Report, our_campaign, our_layout, tensor_sizes
 
 from spes_p2p.net.die_with_parent import under_guard
@@ -51,8 +52,7 @@ PROGRAM = Path(__file__).with_name("round_contenders.py")
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", nargs="?", const="-", metavar="FILE", help="write the numbers there, too")
+    parser = parser_of(__doc__)
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw them, as PNG")
     parser.add_argument("--rounds", type=int, default=5, help="measured rounds of each contender, at least 5 (default 5)")
     parser.add_argument("--megabytes", type=int, default=400, help="fp32 state (default 400)")
@@ -68,10 +68,7 @@ def main() -> int:
             measured[name].append(one_visit(name, elements, arguments.folder, arguments.base))
             print(f"{number + 1}/{arguments.rounds} {name}: {one_line(measured[name][-1])}", file=sys.stderr)
     report = summary(measured, elements)
-    text = json.dumps(report, indent=2)
-    print(text)
-    if arguments.json not in (None, "-"):
-        Path(arguments.json).write_text(text + "\n")
+    tell(report, arguments.json)
     if arguments.plot is not None:
         plot(report, arguments.plot)
     return 0
@@ -101,8 +98,8 @@ def one_visit(name: str, elements: int, folder: Path, base: str) -> Report:
 
 
 def _visit(name: str, elements: int, folder: Path, base: str) -> Report:
-    in_folder = tempfile.TemporaryDirectory(prefix="bench-", dir=folder)
-    with in_folder as place, started(name, elements, Path(place), base) as members:
+    with tempfile.TemporaryDirectory(prefix="bench-", dir=folder) as place, started(PROGRAM, Path(place)) as start:
+        members = MAKERS.get(name, our_members)(partial(start, elements=elements, base=base), name)
         for _ in range(WARM_UP.get(name, OUR_WARM_UP)):
             one_round(members)
         return one_round(members)
@@ -139,25 +136,27 @@ class Process:
 
 
 @contextmanager
-def started(name: str, elements: int, place: Path, base: str) -> Iterator[list[Process]]:
+def started(program: Path, place: Path) -> Iterator[Callable[..., Process]]:
+    """Yield a function that starts processes, each with a folder and a log of its own; end them all."""
     processes: list[Process] = []
 
-    def start(kind: str, member: int, **more: Any) -> Process:
+    def start(kind: str, member: int, before: Sequence[str] = (), **more: Any) -> Process:
+        """`before`: a command prefix such as `ip netns exec NAME`."""
         own = place / f"{kind}{member}"
         own.mkdir()
-        child = subprocess.Popen(command_of(PROGRAM), stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                                 stderr=(place / f"{kind}{member}.log").open("w"), text=True)
-        spec = {"kind": kind, "member": member, "elements": elements, "folder": str(own), "base": base, **more}
-        process = Process(child, spec)
+        command = [*before, *command_of(program)]
+        with (own / "log").open("w") as log:
+            child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True)
+        process = Process(child, {"kind": kind, "member": member, "folder": str(own), **more})
         processes.append(process)
         process.send(json.dumps(process.spec))
         return process
 
     try:
-        yield MAKERS.get(name, our_members)(start, name)
+        yield start
     except RuntimeError:
-        for log in sorted(place.glob("*.log")):
-            print(log.name, log.read_text()[-3000:], sep="\n", file=sys.stderr)
+        for log in sorted(place.glob("*/log")):
+            print(log.parent.name, log.read_text()[-3000:], sep="\n", file=sys.stderr)
         raise
     finally:
         end_all(processes)

@@ -5,15 +5,14 @@ from __future__ import annotations
 import importlib.util
 import subprocess
 from collections.abc import Sequence
-from pathlib import Path
 
+import psutil
 import torch
 
 from spes_p2p.campaign.room import Device
 from spes_p2p.errors import UserError
 from spes_p2p.model.backends import FIRST_WITH_BF16
 
-MEMINFO = Path("/proc/meminfo")
 DRIVER_TIMEOUT_S = 10.0
 """A driver that hangs longer is not asked; the display's margin is then missing."""
 
@@ -39,17 +38,16 @@ def measured(devices: Sequence[torch.device]) -> Device:
 
     Measuring makes this process's CUDA context. Each of several devices is trained on by a process that makes one of its own.
     """
-    meminfo = MEMINFO.read_text()
-    available = meminfo_bytes(meminfo, "MemAvailable")
+    main = psutil.virtual_memory()
     has_adamw8bit = importlib.util.find_spec("torchao") is not None
     if devices[0].type == "cpu":
-        total = meminfo_bytes(meminfo, "MemTotal") // len(devices)
-        return Device("cpu", available // len(devices), ranks=len(devices), has_adamw8bit=has_adamw8bit, total=total)
+        share, total = main.available // len(devices), main.total // len(devices)
+        return Device("cpu", share, ranks=len(devices), has_adamw8bit=has_adamw8bit, total=total)
     free, total = min(torch.cuda.mem_get_info(device) for device in devices)
     listing = _driver_listing()
     uuids = [str(torch.cuda.get_device_properties(device).uuid) for device in devices]
     return Device(
-        "cuda", free, ranks=len(devices), host_memory=available, has_adamw8bit=has_adamw8bit,
+        "cuda", free, ranks=len(devices), host_memory=main.available, has_adamw8bit=has_adamw8bit,
         drives_display=any(has_active_display(listing, uuid) for uuid in uuids), total=total,
         has_context=len(devices) == 1, without_bf16=next(filter(None, map(_without_bf16, devices)), ""),
     )
@@ -78,9 +76,3 @@ def _driver_listing() -> str:
         ).stdout
     except (OSError, subprocess.SubprocessError):
         return ""
-
-
-def meminfo_bytes(meminfo: str, name: str) -> int:
-    """Return an entry of the text of /proc/meminfo, which counts in KiB."""
-    line = next(line for line in meminfo.splitlines() if line.startswith(f"{name}:"))
-    return 1024 * int(line.split()[1])

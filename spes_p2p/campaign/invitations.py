@@ -87,9 +87,10 @@ def read_option(given: str) -> Invitation:
     return from_text(content, given)
 
 
-def keep(invitation: Invitation, run_dir: Path) -> None:
-    """Write the invitation to the run-dir, readable only by its user: whoever holds a bearer invitation may use it."""
-    write_whole(run_dir / FILE, f"{to_text(invitation)}\n".encode(), 0o600)
+def keep_invitation(invitation: Invitation | None, run_dir: Path) -> None:
+    """Write the invitation, if any, to the run-dir, readable only by its user: whoever holds a bearer invitation may use it."""
+    if invitation is not None:
+        write_whole(run_dir / FILE, f"{to_text(invitation)}\n".encode(), 0o600)
 
 
 def kept(run_dir: Path) -> Invitation | None:

@@ -70,9 +70,6 @@ class History:
             self.contributed = Contributed(peer_id)
             self.rounds = read_rounds(run_dir, peer_id, self.contributed.see)
             self._file = path.open("ab", buffering=0)
-            if path.stat().st_size >= PART_BYTES:  # of a version that had no parts
-                with suppress(OSError):
-                    self._begin_anew(path)
         except OSError as error:
             raise UserError(f"{path}: cannot be written ({error.strerror}); choose another --run-dir") from None
         self._wall_time = wall_time

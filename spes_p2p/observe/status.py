@@ -7,6 +7,7 @@ import statistics
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 from spes_p2p.messages.fields import LONGEST_WORD, MAX_AUDITS
@@ -142,14 +143,12 @@ class StatusBoard:
     def _seconds_left(self) -> float:
         if len(self._commits) < 2 or self._status.state != "running":
             return math.nan
-        seconds_per_round = []
-        round_before, time_before = self._commits[0]
-        for committed_round, committed_at in list(self._commits)[1:]:
-            seconds_per_round.append((committed_at - time_before) / max(1, committed_round - round_before))
-            round_before, time_before = committed_round, committed_at
-        pace = statistics.median(seconds_per_round)
-        rounds_left = max(0, self._status.total_rounds - round_before)
-        under_way = min(self._clock() - time_before, pace) if rounds_left else 0.0
+        pace = statistics.median(
+            (at - at_before) / max(1, number - before) for (before, at_before), (number, at) in pairwise(self._commits)
+        )
+        last_round, last_at = self._commits[-1]
+        rounds_left = max(0, self._status.total_rounds - last_round)
+        under_way = min(self._clock() - last_at, pace) if rounds_left else 0.0
         return rounds_left * pace - under_way
 
     def _set(self, **changes: Any) -> None:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import logging
 import shlex
 import time
-from pathlib import Path
 
 from spes_p2p.campaign.files import CampaignFiles
-from spes_p2p.campaign.invitations import keep, kept, read_option
+from spes_p2p.campaign.invitations import kept, read_option
 from spes_p2p.config.campaign import CampaignConfig, PeerConfig
 from spes_p2p.consensus.admission import (
     NO_SERVICE,
@@ -61,9 +60,3 @@ def standing_in(
     standing = standing_of(config.admission, peer, invitation, log.genesis.helpers, served, needs_audit)
     probation = Probation(served.rounds, PROBATION_ROUNDS, served.audits, PROBATION_AUDITS if needs_audit else 0)
     return standing, probation if standing == "newcomer" else None
-
-
-def keep_invitation(invitation: Invitation | None, run_dir: Path) -> None:
-    """Keep the invitation in the run-dir for later starts."""
-    if invitation is not None:
-        keep(invitation, run_dir)

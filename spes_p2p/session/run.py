@@ -16,6 +16,7 @@ import numpy as np
 import psutil
 
 from spes_p2p.campaign.files import CAMPAIGN_FILE, CampaignFiles, check_run_dir, fetch_campaign, keep_campaign, read_genesis
+from spes_p2p.campaign.invitations import keep_invitation
 from spes_p2p.config.addresses import is_loopback, peer_of
 from spes_p2p.config.campaign import PeerConfig
 from spes_p2p.consensus.control import owner_of
@@ -38,7 +39,7 @@ from spes_p2p.peer.leaving import LeaveRequest
 from spes_p2p.peer.life import Peer
 from spes_p2p.rounds.archive import Archive
 from spes_p2p.rounds.base import stored_round
-from spes_p2p.session.admission import admitted, keep_invitation, standing_in
+from spes_p2p.session.admission import admitted, standing_in
 from spes_p2p.session.apart import run_apart
 from spes_p2p.session.downstream import evaluations_of
 from spes_p2p.session.evaluation_room import free_disk
