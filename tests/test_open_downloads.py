@@ -12,7 +12,7 @@ import pytest
 from open_campaign import ELECTOR, WIDE, unaudited_swarm
 
 from spes_p2p.content import relay
-from spes_p2p.content.relay import Relay
+from spes_p2p.content.relay import PIECE_BYTES, Relay
 from spes_p2p.content.transfer import CHUNK_BYTES, SIZE_BYTES
 from spes_p2p.errors import PeerUnreachable, Refused
 from spes_p2p.messages.codec import pack
@@ -273,10 +273,10 @@ async def test_strangers_that_keep_records_to_themselves_are_noticed_before_thos
 
     async def keep(stream: Stream) -> None:
         await stream.message()
-        head = (MAX_FRAME_BYTES.to_bytes(SIZE_BYTES, "big"),)
-        for at in range(0, MAX_FRAME_BYTES if does_trickle else 0, 2600):
-            await stream.send(*(() if at else head), bytes(2600), kind=Kind.CONTENT)
-            await asyncio.sleep(2.0)
+        head = (PIECE_BYTES.to_bytes(SIZE_BYTES, "big"),)
+        for at in range(0, PIECE_BYTES if does_trickle else 0, 512):
+            await stream.send(*(() if at else head), bytes(512), kind=Kind.CONTENT)
+            await asyncio.sleep(0.4)
         await asyncio.sleep(60.0)
 
     for name in liars:

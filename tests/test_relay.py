@@ -12,12 +12,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spes_p2p.content.fetcher import Fetcher
-from spes_p2p.content.pieces import single
-from spes_p2p.content.relay import COPIES_BYTES, FANOUT, FANOUT_LARGE, KEPT_RECORDS, LARGE_BYTES, Relay
+from spes_p2p.content.pieces import Body, Content, Piece
+from spes_p2p.content.relay import (
+    COPIES_BYTES,
+    DIGEST_BYTES,
+    FANOUT,
+    FANOUT_LARGE,
+    KEPT_RECORDS,
+    LARGE_BYTES,
+    PIECE_BYTES,
+    Relay,
+    pieces_of,
+)
 from spes_p2p.content.transfer import ContentServer
 from spes_p2p.errors import PeerUnreachable, Refused
 from spes_p2p.messages.codec import pack, unpack
-from spes_p2p.messages.content import PiecesRequest
+from spes_p2p.messages.content import PIECES_PER_REQUEST, PiecesRequest
 from spes_p2p.messages.framing import Kind, Message
 from spes_p2p.messages.rounds import Passed
 from spes_p2p.net.rpc import RpcEndpoint
@@ -37,23 +47,42 @@ def relay_of(network: MemoryNetwork, name: str) -> Relay:
     return Relay(endpoint, Fetcher(endpoint))
 
 
+def content_of(record: bytes) -> tuple[Content, range]:
+    """A record as its receivers know it in the end, and the indices of its pieces."""
+    digests = [hashlib.sha256(piece).digest() for piece in pieces_of(record)]
+    pieces = [Piece(digest, DIGEST_BYTES + PIECE_BYTES) for digest in digests]
+    return Content("record", digests[0].hex(), pieces.__getitem__), range(len(pieces))
+
+
+async def fetch(fetcher: Fetcher, record: bytes, donor: str) -> None:
+    """Fetch a record from a peer that has it."""
+    content, indices = content_of(record)
+    assert not await fetcher.fetch(content, indices, [fetcher.peers([donor])], lambda index, body: asyncio.sleep(0))
+
+
 async def spread(
-    count: int, gone: set[int], liars: set[int], record: Message = RECORD, hears: bool = False, lie_after_s: float = 0.0
+    count: int, gone: set[int], liars: set[int], record: Message = RECORD, hears: bool = False, lie_after_s: float = 0.0,
+    lie_from: int = 0,
 ) -> tuple[dict[str, Message], int]:
-    """What each living member got of a coordinator "C", and the bytes that C sent. `hears`: those gone only fall silent."""
+    """What each living member got of a coordinator "C", and the bytes that C sent. `hears`: those gone only fall silent.
+
+    `lie_from`: index of the first piece in whose place liars hand on something else.
+    """
     network, members = MemoryNetwork(latency_s=0.05), members_of(count)
     endpoints = {name: RpcEndpoint(network.transport(name), 5.0) for name in ["C", *members]}
     relays = {name: Relay(endpoint, Fetcher(endpoint)) for name, endpoint in endpoints.items()}
 
-    async def lie(name: str, index: int) -> bytes:
-        await asyncio.sleep(lie_after_s)
-        return b"another"
-
     for name, relay in relays.items():
         server = ContentServer(endpoints[name])
-        if name == "C" or int(name) not in liars:
-            await relay.serve(server)
-        else:
+        await relay.serve(server)
+
+        async def lie(sha256: str, index: int, relay: Relay = relay) -> Body | None:
+            if index < lie_from:
+                return await relay._record(sha256, index)
+            await asyncio.sleep(lie_after_s)
+            return b"another"
+
+        if name != "C" and int(name) in liars:
             await server.serve("record", lie)
     living = [i for i in range(count) if i not in gone]
     for i in gone:
@@ -101,6 +130,31 @@ def test_only_the_children_of_a_silent_member_ask_the_coordinator(silent: int) -
     assert sent < (1 + FANOUT_LARGE) * len(large.body) + 150 * 90
 
 
+@pytest.mark.parametrize("lie_from", [0, 1, 3])
+@pytest.mark.parametrize("liar", [0, 2])
+def test_only_the_children_of_a_member_that_hands_on_something_else_ask_the_coordinator(liar: int, lie_from: int) -> None:
+    large = Message(random.Random(0).randbytes(LARGE_BYTES + 1), Kind.PROPOSAL)
+    got, sent = run_virtual(spread(150, set(), {liar}, large, lie_from=lie_from))
+    assert [*got.values()] == [large] * 150
+    assert sent < (1 + FANOUT_LARGE) * len(large.body) + 150 * 90
+
+
+def test_a_large_record_is_handed_on_while_it_arrives() -> None:
+    async def main() -> float:
+        network, members, record = MemoryNetwork(latency_s=0.05), members_of(127), random.Random(0).randbytes(2 * LARGE_BYTES)
+        for name in members:
+            network.set_bandwidth(name, 2e5, 2e5)
+        relays = {name: relay_of(network, name) for name in ("C", *members)}
+        for relay in relays.values():
+            await relay.serve(ContentServer(relay._endpoint))
+        told = relays["C"].addressed(Kind.PROPOSAL, record, members, "")
+        got = await asyncio.gather(*(network.run_peer(name, relays[name].received(told(name), "C")) for name in members))
+        assert {bytes(message.body) for message in got} == {record}
+        return asyncio.get_running_loop().time()
+
+    assert run_virtual(main()) < 1.2  # the record takes 0.16 s on a line, and passes six twice
+
+
 @pytest.mark.parametrize("liar", [0, 1])
 def test_a_member_that_keeps_a_record_to_itself_has_its_children_ask_the_coordinator_and_nobody_else(liar: int) -> None:
     large = Message(random.Random(0).randbytes(LARGE_BYTES + 1), Kind.PROPOSAL)
@@ -145,17 +199,14 @@ def test_strangers_that_ask_for_records_all_the_time_take_a_tenth_of_the_line_an
         endpoint.shares.is_trusted = lambda peer: False
         relay = Relay(endpoint, Fetcher(endpoint))
         await relay.serve(ContentServer(endpoint))
-        content = single("record", relay.keep(record), hashlib.sha256(record).digest(), len(record))
-
-        async def ask(fetcher: Fetcher) -> None:
-            await fetcher.fetch_single(content, [fetcher.peers(["C"])])
+        request = pack(PiecesRequest(relay.keep(record), tuple(content_of(record)[1])[:PIECES_PER_REQUEST]))
 
         async def greedy(name: str) -> None:
             asker = RpcEndpoint(network.transport(name), 5.0)
             while True:
                 with contextlib.suppress(PeerUnreachable, Refused):
                     async with asker.stream("C", "record") as stream:
-                        await stream.send(pack(PiecesRequest(content.name, (0,))))
+                        await stream.send(request)
                         while await stream.receive_view(Kind.CONTENT) is not None:
                             pass
                 await asyncio.sleep(0.1)
@@ -164,7 +215,7 @@ def test_strangers_that_ask_for_records_all_the_time_take_a_tenth_of_the_line_an
         await asyncio.sleep(10)
         for name in ("member A", "member B"):
             began, member = clock(), Fetcher(RpcEndpoint(network.transport(name), 5.0))
-            await ask(member)
+            await fetch(member, record, "C")
             assert clock() - began < 1.0
         sent = endpoint.sent["record"] - 2 * len(record)
         assert relay._given.keys() == relay._records.keys()
@@ -186,10 +237,10 @@ def test_a_member_gets_a_record_at_once_only_once() -> None:
         relay = Relay(endpoint, Fetcher(endpoint))
         await relay.serve(ContentServer(endpoint))
         record = random.Random(0).randbytes(10**6)
-        content = single("record", relay.keep(record), hashlib.sha256(record).digest(), len(record))
+        relay.keep(record)
         fetcher, began = Fetcher(RpcEndpoint(network.transport("A"), 5.0)), clock()
         for _ in range(20):
-            await fetcher.fetch_single(content, [fetcher.peers(["C"])])
+            await fetch(fetcher, record, "C")
         return clock() - began
 
     assert run_virtual(main()) > 10.0
@@ -203,12 +254,12 @@ def test_who_has_not_read_the_plan_yet_hands_it_on_at_once_to_as_many_as_may_be_
         endpoint.shares.is_known = lambda peer: False
         relay, record = Relay(endpoint, Fetcher(endpoint)), random.Random(0).randbytes(10**5)
         await relay.serve(ContentServer(endpoint))
-        content = single("record", relay.keep(record), hashlib.sha256(record).digest(), len(record))
+        relay.keep(record)
         await endpoint.shares.answer("stranger", 2 * len(record))
 
         async def ask(name: str) -> None:
             fetcher = Fetcher(RpcEndpoint(network.transport(name), 5.0))
-            await asyncio.wait_for(fetcher.fetch_single(content, [fetcher.peers(["C"])]), 1.0)
+            await asyncio.wait_for(fetch(fetcher, record, "C"), 1.0)
 
         for child in range(FANOUT):
             await ask(f"child {child}")

@@ -40,6 +40,7 @@ from spes_p2p.rounds.codecs import CODECS
 from spes_p2p.testing.memory_network import MemoryNetwork
 from spes_p2p.testing.simulate.namespaces import Namespaces, why_unavailable
 from spes_p2p.testing.simulate.swarm import Recorder, VirtualSwarm
+from spes_p2p.testing.synthetic import SyntheticTrainer
 from spes_p2p.testing.virtual_loop import run_virtual
 
 PROGRAM = Path(__file__).with_name("link_member.py")
@@ -226,9 +227,12 @@ async def simulated(spec: Report, lines: Mapping[str, float], rounds: int, down:
                 })
         return observe
 
+    campaign, layout = our_campaign(spec), our_layout(spec["elements"])
+    tokens = campaign.config.training.batch_size * campaign.config.training.sequence_length
     swarm = VirtualSwarm(
-        our_campaign(spec), seconds_per_step=spec["phase_s"], network=network, bootstrap="bootstrap", make_observer=observer,
-        layout=our_layout(spec["elements"]),
+        campaign, seconds_per_step=spec["phase_s"], network=network, bootstrap="bootstrap", make_observer=observer,
+        layout=layout,
+        make_trainer=lambda base, owned: SyntheticTrainer(layout, base, owned, tokens, spec["phase_s"], 0),
     )
     swarm.start_bootstrap()
     for count, name in enumerate(lines, start=1):

@@ -10,7 +10,7 @@
 | plan | plan | the proposal | sha256 | the commit |
 | manifests | plan | one for each revision and reducer | sha256 | the commit |
 | parts | plan | the encoded result of each part | BLAKE3 | manifests |
-| record | sha256 of the record | the record | sha256 | the coordinator's message |
+| record | sha256 of its first piece | 4 KiB each, behind the hash of the next | sha256 | the coordinator's message |
 | updates | plan | the encoded update of each part and contributor | BLAKE3 | the contributors' signed records |
 | proof | id of the proof | the proof | sha256 | the coordinator's proposal |
 | moments | root | the list of the other pieces' hashes, then 256 KiB each | BLAKE3 | the member's announcement; that list |

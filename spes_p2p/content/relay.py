@@ -4,6 +4,9 @@ The coordinator sends a record to the first FANOUT receivers, in a small round t
 only. Every other one gets its hash and the name of its parent in the tree, fetches the record there, and falls back to the
 coordinator. A receiver has at most FANOUT children, or FANOUT_LARGE; more of a large record, up to FANOUT, where few receivers
 can be dialled.
+
+A record is handed on piece by piece while it arrives. Each piece begins with the hash of the next one, and the hash of a record
+is that of its first piece: so who hands on something else is found out by its children, not by theirs.
 """
 
 from __future__ import annotations
@@ -16,9 +19,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from types import MappingProxyType
 
 from spes_p2p.content.fetcher import Fetcher
-from spes_p2p.content.pieces import Body, from_hex, single
+from spes_p2p.content.pieces import Body, Content, Piece, from_hex, single
 from spes_p2p.content.transfer import ContentServer, PeerDonor
-from spes_p2p.errors import Refused
+from spes_p2p.errors import PeerUnreachable, Refused
 from spes_p2p.messages.codec import WireError, pack, unpack
 from spes_p2p.messages.compact import COMPACT_BYTES, Compact, compressed, expanded
 from spes_p2p.messages.framing import MAX_FRAME_BYTES, Kind, Message
@@ -43,6 +46,9 @@ LEAF_S = 600.0
 """A stranger whose child had to ask the coordinator for a record gets no children from it for so long."""
 WAIT_SILENCES = 3.2
 """Keep a child waiting for this many times `silence_s`: the last of MAX_MEMBERS wait for 2.8."""
+PIECE_BYTES, DIGEST_BYTES = 2**12, 32
+"""Bytes of a record that are handed on together, and of the hash before them: a record that passes eight tiers is delayed by
+eight pieces twice, not by itself."""
 KEPT_RECORDS = 4
 """Bounds the records held for others: plan, request for votes and commit of the round, and one of another attempt."""
 KINDS = (Kind.PROPOSAL, Kind.DECIDED, Kind.MESSAGE)
@@ -62,9 +68,10 @@ class Relay:
         """Returns peers that may have the last proposal."""
         self.is_stranger: Callable[[str], bool] = lambda peer: not endpoint.shares.is_trusted(peer)
         """Returns whether a peer may be one that keeps a record to itself on purpose; set by the node."""
-        self._records: OrderedDict[str, bytes] = OrderedDict()
-        self._given: dict[str, set[str]] = {}
-        """By record that is held: peers that have asked for it."""
+        self._records: OrderedDict[str, list[bytes | None]] = OrderedDict()
+        """By hash: the record's pieces; None: it has not arrived yet."""
+        self._given: dict[str, set[tuple[str, int]]] = {}
+        """By record that is held: peers that have asked for it, and for which piece."""
         self._parents: dict[str, dict[str, str]] = {}
         """By record that this peer sent as coordinator: the parent of each peer that was told one."""
         self._kept_to_themselves: dict[str, float] = {}
@@ -81,16 +88,20 @@ class Relay:
         await server.serve("record", self._record)
 
     def keep(self, record: bytes) -> str:
-        """Hold a record for other members; return its hex sha256."""
-        sha256 = hashlib.sha256(record).hexdigest()
-        self._records[sha256] = record
+        """Hold a record for other members; return its hex hash."""
+        pieces = pieces_of(record)
+        sha256 = hashlib.sha256(pieces[0]).hexdigest()
+        self._hold(sha256, [*pieces])
+        return sha256
+
+    def _hold(self, sha256: str, pieces: list[bytes | None]) -> None:
+        self._records[sha256] = pieces
         self._given.setdefault(sha256, set())
         while len(self._records) > KEPT_RECORDS:
             oldest, _ = self._records.popitem(last=False)
             del self._given[oldest]
             self._parents.pop(oldest, None)
         self._changed.set()
-        return sha256
 
     def addressed(
         self, kind: Kind, record: bytes, receivers: Sequence[str], plan: str, hidden: Collection[str] = (),
@@ -105,6 +116,7 @@ class Relay:
         me, whole = self._endpoint.peer_id, self._compact(kind, record, plan)
         others = [peer for peer in receivers if peer != me]
         sha256, places = from_hex(self.keep(bytes(whole.body))), {peer: i for i, peer in enumerate(others)}
+        count = len(self._records[sha256.hex()])
         copies, children = _fan_out(len(whole.body), len(others))
 
         def hidden_parents(children: int) -> int:
@@ -119,7 +131,8 @@ class Relay:
                 return whole
             parent = (index - copies) // children
             parents[peer] = others[parent]
-            passed = Passed(whole.kind, sha256, others[parent], _tier(parent, copies, children), donors.get(peer, ()))
+            tier = _tier(parent, copies, children)
+            passed = Passed(whole.kind, sha256, count, others[parent], tier, donors.get(peer, ()))
             return Message(pack(passed), Kind.PASSED)
 
         return message_to
@@ -131,7 +144,8 @@ class Relay:
             passed = unpack(Passed, message.body)
             named = passed.donors
             message = Message(await self._fetch(passed, coordinator), passed.kind)
-        self.keep(bytes(message.body))
+        else:
+            self.keep(bytes(message.body))
         if message.kind == Kind.COMPACT:
             compact = unpack(Compact, message.body)
             known = await self._known(compact.known, named, coordinator) if compact.known else b""
@@ -158,15 +172,31 @@ class Relay:
         return known
 
     async def _fetch(self, passed: Passed, coordinator: str) -> bytes:
-        """Fetch from the parent, which waits for the record itself, or else from the coordinator."""
-        content = single("record", passed.sha256.hex(), passed.sha256, MAX_FRAME_BYTES)
+        """Fetch from the parent, which hands on what it has so far, or else from the coordinator. Raises PeerUnreachable."""
+        name, found = passed.sha256.hex(), list[bytes]()
+        pieces: list[bytes | None] = [None] * passed.pieces
+        self._hold(name, pieces)
+
+        async def keep(index: int, body: Body) -> None:
+            if index == len(found):
+                found.append(bytes(body))
+                pieces[index] = found[index]
+                self._changed.set()
+
+        def piece(index: int) -> Piece:
+            known = index <= len(found)  # nobody gives a later one before
+            digest = (found[index - 1][:DIGEST_BYTES] if index else passed.sha256) if known else b""
+            return Piece(digest, DIGEST_BYTES + PIECE_BYTES)
+
         silences = STRANGERS_SILENCES if self.is_stranger(passed.parent) else 1.0
         patience_s = silences * (1 + TIER_SILENCES * passed.tier) * self._endpoint.silence_s
         tiers = [PeerDonor(self._endpoint, passed.parent, patience_s)], [PeerDonor(self._endpoint, coordinator)]
-        return bytes(await self._fetcher.fetch_single(content, tiers))
+        if await self._fetcher.fetch(Content("record", name, piece), range(passed.pieces), tiers, keep):
+            raise PeerUnreachable(f"no donor has record {name[:12]}")
+        return b"".join([*(each[DIGEST_BYTES:] for each in found[:-1]), found[-1]])
 
-    def _is_due(self, peer: str, sha256: str) -> bool:
-        """Return whether a peer gets a record at once: whom the owner vouches for always, and once each member.
+    def _is_due(self, peer: str, sha256: str, index: int) -> bool:
+        """Return whether a peer gets a piece at once: whom the owner vouches for always, and once each member.
 
         Also once FANOUT others, as many as this peer may have children: it may not have read the plan that names them, and
         only the round's members were told the hash.
@@ -176,9 +206,9 @@ class Relay:
             self._note_kept(parent)
         if shares.is_trusted(peer):
             return True
-        is_new = peer not in given
-        given.add(peer)
-        return is_new and (shares.is_known(peer) or sum(not shares.is_known(each) for each in given) <= FANOUT)
+        is_new = (peer, index) not in given
+        given.add((peer, index))
+        return is_new and (shares.is_known(peer) or len({each for each, _ in given if not shares.is_known(each)}) <= FANOUT)
 
     def _note_kept(self, parent: str) -> None:
         now = asyncio.get_running_loop().time()
@@ -186,15 +216,24 @@ class Relay:
         self._kept_to_themselves[parent] = now + LEAF_S
 
     async def _record(self, sha256: str, index: int) -> Body | None:
-        """Return a record to serve; wait a while for one that has not arrived yet."""
+        """Return a piece of a record to serve; wait a while for one that has not arrived yet."""
         deadline = asyncio.get_running_loop().time() + WAIT_SILENCES * self._endpoint.silence_s
-        while sha256 not in self._records:
+        while (pieces := self._records.get(sha256)) is None or (index < len(pieces) and pieces[index] is None):
             self._changed.clear()
             try:
                 await asyncio.wait_for(self._changed.wait(), deadline - asyncio.get_running_loop().time())
             except asyncio.TimeoutError:
                 raise Refused(Code.NOT_HERE, "this peer lacks the record") from None
-        return self._records[sha256] if index == 0 else None
+        return pieces[index] if index < len(pieces) else None
+
+
+def pieces_of(record: bytes) -> list[bytes]:
+    """Return a record in pieces, each but the last with the hash of the next one before its bytes."""
+    pieces, following = list[bytes](), b""
+    for start in reversed(range(0, max(1, len(record)), PIECE_BYTES)):
+        pieces.append(following + record[start : start + PIECE_BYTES])
+        following = hashlib.sha256(pieces[-1]).digest()
+    return pieces[::-1]
 
 
 def _fan_out(size: int, receivers: int) -> tuple[int, int]:

@@ -150,9 +150,9 @@ class ContentServer:
         """Whether an exchange is under way."""
         self.paced: Mapping[ContentKind, float] = {}
         """By kind: the share of the line that all together get during an exchange for which the owner does not vouch."""
-        self.is_due: dict[ContentKind, Callable[[str, str], bool]] = {}
-        """For kinds with another rule: whether a peer gets the content of this name at once, instead of in its turn among the
-        long answers to strangers."""
+        self.is_due: dict[ContentKind, Callable[[str, str, int], bool]] = {}
+        """For kinds with another rule: whether a peer gets this piece of the content of this name at once, instead of in its
+        turn among the long answers to strangers."""
         self._turns: dict[tuple[ContentKind, bool], _Turns] = {}
         """By kind, apart for peers for which the owner vouches: the others' pace would keep their places taken."""
 
@@ -179,7 +179,7 @@ class ContentServer:
             with self._upload(kind, stream, peers_at_once, enough()) as upload:
                 for index in request.pieces:
                     body = await stream.alive(source(request.name, index))
-                    if body and kind in self.is_due and not self.is_due[kind](stream.remote, request.name):
+                    if body and kind in self.is_due and not self.is_due[kind](stream.remote, request.name, index):
                         await stream.alive(self._endpoint.shares.answer(stream.remote, len(body)))
                     await self._send(stream, body, upload, self.paced.get(kind))
 

@@ -127,7 +127,8 @@ METHODS = {
         _pieces("plan", "late members, electors", "a Proposal, by its id"),
         _pieces("manifests", "late members, electors", "Manifests of a plan, by revision * members + reducer"),
         _pieces("parts", "late members", "encoded results of a plan, by index of the part"),
-        _pieces("record", "members, electors", "a proposal, commit or Accept as the coordinator sends it, by its sha256"),
+        _pieces("record", "members, electors", "a proposal, commit or Accept as the coordinator sends it, 4 KiB each, behind "
+                "the sha256 of the next piece; by that of the first"),
         _pieces("updates", "members that check a reducer", "encoded updates of a plan, by part * 1024 + contributor"),
         _pieces("proof", "members", "a WrongSum, by its id"),
         _pieces("moments", "a member that audits the asked one", "the BLAKE3 of each further piece, then the optimizer's state "

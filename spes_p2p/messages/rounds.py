@@ -337,7 +337,9 @@ class Passed:
     kind: FrameKind
     """Kind of the frame that this one replaces."""
     sha256: Root
-    """Of the record's bytes."""
+    """Of the record's first piece; each piece begins with that of the next one."""
+    pieces: Annotated[int, Ge(1), Le(2**11)]
+    """Of 4 KiB each, in which it is handed on."""
     parent: PeerId
     """The peer that has the record, or gets it."""
     tier: Annotated[int, Ge(0), Le(2**4)]
