@@ -30,7 +30,7 @@ from spes_p2p.testing.simulate import virtual
 from spes_p2p.testing.simulate.audit import Audit, Figures
 from spes_p2p.testing.simulate.report import Attacked, RunReport, attack_figures, lines, summary
 from spes_p2p.testing.simulate.scenario import DEFAULT_ATTACKED_ROUNDS, Scenario, peer_names, runs_of
-from spes_p2p.testing.simulate.swarm import EXPERTS, LAYOUT, VirtualSwarm, campaign, simulate
+from spes_p2p.testing.simulate.swarm import EXPERTS, LAYOUT, VirtualSwarm, campaign
 from spes_p2p.testing.simulate.virtual import run_seed
 from spes_p2p.testing.synthetic import SyntheticTrainer
 from spes_p2p.training.interface import Phase, PhaseReport
@@ -294,91 +294,81 @@ def test_in_an_open_campaign_of_twenty_rounds_the_costliest_kinds_cost_at_most_3
 @pytest.mark.parametrize("kind", sorted(set(KINDS) - TRAINING))
 @pytest.mark.sampled(1)
 @pytest.mark.long
-def test_one_attacker_of_six_stops_nobody_and_has_nothing_of_its_own_decided(kind: AttackKind) -> None:
-    async def main() -> None:
-        swarm, told = VirtualSwarm(campaign(total_steps=10**6, sync={"min_peers": 5})), list[str]()
+async def test_one_attacker_of_six_stops_nobody_and_has_nothing_of_its_own_decided(kind: AttackKind) -> None:
+    swarm, told = VirtualSwarm(campaign(total_steps=10**6, sync={"min_peers": 5})), list[str]()
 
-        def around(world: World) -> World:
-            return ATTACKS[kind].around(Liar(world, swarm.campaign.config, told.append))
+    def around(world: World) -> World:
+        return ATTACKS[kind].around(Liar(world, swarm.campaign.config, told.append))
 
-        swarm.around["X"] = around
-        swarm.start_all(HONEST + "X")
+    swarm.around["X"] = around
+    swarm.start_all(HONEST + "X")
 
-        async def until_round(number: int) -> None:
-            """Of all honest peers, whatever becomes of the attacker."""
-            while any(swarm.round_of(name) < number for name in HONEST):
-                await asyncio.sleep(1.0)
-                assert not [name for name in (*HONEST, "W") if swarm.tasks[name].done()]
-                assert asyncio.get_running_loop().time() < 3000, swarm.rounds()
+    async def until_round(number: int) -> None:
+        """Of all honest peers, whatever becomes of the attacker."""
+        while any(swarm.round_of(name) < number for name in HONEST):
+            await asyncio.sleep(1.0)
+            assert not [name for name in (*HONEST, "W") if swarm.tasks[name].done()]
+            assert asyncio.get_running_loop().time() < 3000, swarm.rounds()
 
-        await until_round(3)
-        swarm.lose_disk("B")  # it needs a base, perhaps of the attacker
-        await until_round(6)
-        while not told:
-            await until_round(swarm.round_of("A") + 1)
-        last = min(swarm.nodes[name].log.round for name in HONEST)
-        for number in range(last + 1):
-            (commit,) = {swarm.nodes[name].log.commit_at(number) for name in HONEST}
-            assert commit.electorate != ("X",)
-        assert set(swarm.nodes["A"].log.last.excluded) == ({"X"} if kind in ("reducer", "turncoat") else set())
-
-    simulate(main)
+    await until_round(3)
+    swarm.lose_disk("B")  # it needs a base, perhaps of the attacker
+    await until_round(6)
+    while not told:
+        await until_round(swarm.round_of("A") + 1)
+    last = min(swarm.nodes[name].log.round for name in HONEST)
+    for number in range(last + 1):
+        (commit,) = {swarm.nodes[name].log.commit_at(number) for name in HONEST}
+        assert commit.electorate != ("X",)
+    assert set(swarm.nodes["A"].log.last.excluded) == ({"X"} if kind in ("reducer", "turncoat") else set())
 
 
 @pytest.mark.long
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", sorted(kind for kind in KINDS if ATTACKS[kind].needs_seat))
-def test_two_lying_electors_of_seven_have_nothing_of_their_own_decided(
+async def test_two_lying_electors_of_seven_have_nothing_of_their_own_decided(
     kind: AttackKind, caplog: pytest.LogCaptureFixture
 ) -> None:
     honest, liars, rounds = "ABCD", "XY", 8
-
-    async def main() -> None:
-        swarm, told = VirtualSwarm(campaign(total_steps=10**6, sync={"min_peers": 6}, admission="open")), list[str]()
-        for name in liars:
-            swarm.around[name] = lambda world: ATTACKS[kind].around(Liar(world, swarm.campaign.config, told.append))
-        for name in honest + liars:
-            swarm.invitations[name] = swarm.invitation(name, ("trainer", "elector"))
-        swarm.start_all(honest + liars)
-        while any(swarm.round_of(name) < rounds for name in honest):
-            await asyncio.sleep(1.0)
-            assert not [name for name in (*honest, "W") if swarm.tasks[name].done()]
-            assert asyncio.get_running_loop().time() < 6000, swarm.rounds()
-        logs = [swarm.nodes[name].log for name in honest]
-        assert set(logs[0].commit_at(1).electorate) == {*honest, *liars, "W"}
-        assert told
-        for number in range(rounds + 1):
-            (commit,) = {log.commit_at(number) for log in logs}
-            assert not set(commit.electorate) <= set(liars)
-        assert set(logs[0].last.excluded) == (set(liars) if kind == "turncoat" else set())
-
-    simulate(main)
+    swarm, told = VirtualSwarm(campaign(total_steps=10**6, sync={"min_peers": 6}, admission="open")), list[str]()
+    for name in liars:
+        swarm.around[name] = lambda world: ATTACKS[kind].around(Liar(world, swarm.campaign.config, told.append))
+    for name in honest + liars:
+        swarm.invitations[name] = swarm.invitation(name, ("trainer", "elector"))
+    swarm.start_all(honest + liars)
+    while any(swarm.round_of(name) < rounds for name in honest):
+        await asyncio.sleep(1.0)
+        assert not [name for name in (*honest, "W") if swarm.tasks[name].done()]
+        assert asyncio.get_running_loop().time() < 6000, swarm.rounds()
+    logs = [swarm.nodes[name].log for name in honest]
+    assert set(logs[0].commit_at(1).electorate) == {*honest, *liars, "W"}
+    assert told
+    for number in range(rounds + 1):
+        (commit,) = {log.commit_at(number) for log in logs}
+        assert not set(commit.electorate) <= set(liars)
+    assert set(logs[0].last.excluded) == (set(liars) if kind == "turncoat" else set())
     assert "is not applied" not in caplog.text
 
 
 @pytest.mark.long
-def test_of_two_valid_commits_in_a_ballot_all_decide_the_one_that_most_honest_electors_vote_for() -> None:
-    async def main() -> None:
-        swarm, liars = VirtualSwarm(campaign(total_steps=10**6, sync={"min_peers": 5})), list[Equivocation]()
+async def test_of_two_valid_commits_in_a_ballot_all_decide_the_one_that_most_honest_electors_vote_for() -> None:
+    swarm, liars = VirtualSwarm(campaign(total_steps=10**6, sync={"min_peers": 5})), list[Equivocation]()
 
-        def around(world: World) -> World:
-            liars.append(Equivocation(world.identity))
-            return tampered(Liar(world, swarm.campaign.config), liars[0])
+    def around(world: World) -> World:
+        liars.append(Equivocation(world.identity))
+        return tampered(Liar(world, swarm.campaign.config), liars[0])
 
-        swarm.around["X"] = around
-        swarm.start_all(HONEST + "X")
-        told = dict[int, tuple[Accept, dict[str, Vote]]]()
-        while not told or min(swarm.round_of(name) for name in HONEST) <= max(told):
-            await asyncio.sleep(1.0)
-            told = liars[0].second if liars else told
-            assert asyncio.get_running_loop().time() < 3000, swarm.rounds()
-        for number, (asked, votes) in told.items():
-            (decided,) = {swarm.nodes[name].log.commit_at(number) for name in HONEST}
-            needed = quorum(swarm.nodes["A"].log.commit_at(number - 1).electorate)
-            assert votes.keys() - {"X"}, "honest electors derive it from its evidence"
-            assert (decided == asked.commit) == (len(votes) >= needed)
-
-    simulate(main)
+    swarm.around["X"] = around
+    swarm.start_all(HONEST + "X")
+    told = dict[int, tuple[Accept, dict[str, Vote]]]()
+    while not told or min(swarm.round_of(name) for name in HONEST) <= max(told):
+        await asyncio.sleep(1.0)
+        told = liars[0].second if liars else told
+        assert asyncio.get_running_loop().time() < 3000, swarm.rounds()
+    for number, (asked, votes) in told.items():
+        (decided,) = {swarm.nodes[name].log.commit_at(number) for name in HONEST}
+        needed = quorum(swarm.nodes["A"].log.commit_at(number - 1).electorate)
+        assert votes.keys() - {"X"}, "honest electors derive it from its evidence"
+        assert (decided == asked.commit) == (len(votes) >= needed)
 
 
 @pytest.mark.slow

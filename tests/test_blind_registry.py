@@ -16,7 +16,7 @@ from spes_p2p.net.contacts import MANY_CONTACTS, SHOWN_CONTACTS, SHOWN_S, is_sho
 from spes_p2p.net.libp2p import Libp2p, start_libp2p
 from spes_p2p.peer.node import CONTACT_EVERY_S
 from spes_p2p.testing.memory_registry import MemoryRegistry
-from spes_p2p.testing.simulate.swarm import VirtualSwarm, campaign, simulate
+from spes_p2p.testing.simulate.swarm import VirtualSwarm, campaign
 
 SOON_S = 60.0
 
@@ -36,70 +36,57 @@ def blinded(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
 @pytest.mark.parametrize("gone", ["", "CD"], ids=["all are there", "its log names dead peers"])
 @pytest.mark.long
-def test_a_vouched_elector_that_was_cut_off_comes_back_while_look_ups_show_nobody(blinded: list[bool], gone: str) -> None:
-    async def main() -> None:
-        swarm = VirtualSwarm(campaign(10**6, admission="open", sync={"min_peers": 2, "silence_s": 5.0}))
-        swarm.invitations = {name: swarm.invitation(name, ("trainer", "elector")) for name in "ABCD"}
-        swarm.start_all("ABCD")
-        await swarm.until_round(3)
-        blinded.append(True)
-        swarm.network.partition("B", [name for name in "WACD" if name not in gone], *gone)
-        log = swarm.nodes["W"].log
-        cut_off = log.round
-        await swarm.until(lambda: log.round >= cut_off + 12, 600.0)
-        swarm.network.partition([name for name in "WABCD" if name not in gone], *gone)  # the others are silent
-        began = asyncio.get_running_loop().time()
-        await swarm.until(lambda: "B" in log.last.members and log.last.members.index("B") in log.last.heard, SOON_S)
-        assert asyncio.get_running_loop().time() - began < SOON_S
-
-    simulate(main)
+async def test_a_vouched_elector_that_was_cut_off_comes_back_while_look_ups_show_nobody(blinded: list[bool], gone: str) -> None:
+    swarm = VirtualSwarm(campaign(10**6, admission="open", sync={"min_peers": 2, "silence_s": 5.0}))
+    swarm.invitations = {name: swarm.invitation(name, ("trainer", "elector")) for name in "ABCD"}
+    swarm.start_all("ABCD")
+    await swarm.until_round(3)
+    blinded.append(True)
+    swarm.network.partition("B", [name for name in "WACD" if name not in gone], *gone)
+    log = swarm.nodes["W"].log
+    cut_off = log.round
+    await swarm.until(lambda: log.round >= cut_off + 12, 600.0)
+    swarm.network.partition([name for name in "WABCD" if name not in gone], *gone)  # the others are silent
+    began = asyncio.get_running_loop().time()
+    await swarm.until(lambda: "B" in log.last.members and log.last.members.index("B") in log.last.heard, SOON_S)
+    assert asyncio.get_running_loop().time() - began < SOON_S
 
 
 @pytest.mark.long
-def test_a_joiner_takes_part_while_look_ups_show_nobody(blinded: list[bool]) -> None:
-    async def main() -> None:
-        swarm = VirtualSwarm(campaign(10**6, sync={"min_peers": 1}))
-        swarm.start_all("AB")
-        await swarm.until_round(3)
-        blinded.append(True)
-        swarm.start("J")
-        await swarm.until(lambda: "J" in swarm.nodes["W"].log.last.members, SOON_S)
-
-    simulate(main)
+async def test_a_joiner_takes_part_while_look_ups_show_nobody(blinded: list[bool]) -> None:
+    swarm = VirtualSwarm(campaign(10**6, sync={"min_peers": 1}))
+    swarm.start_all("AB")
+    await swarm.until_round(3)
+    blinded.append(True)
+    swarm.start("J")
+    await swarm.until(lambda: "J" in swarm.nodes["W"].log.last.members, SOON_S)
 
 
 @pytest.mark.long
-def test_a_peer_asks_the_one_that_it_joined_by(blinded: list[bool]) -> None:
+async def test_a_peer_asks_the_one_that_it_joined_by(blinded: list[bool]) -> None:
     """Which need not be a helper, and nobody the owner vouches for."""
-
-    async def main() -> None:
-        swarm = VirtualSwarm(campaign(10**6, admission="open", sync={"min_peers": 0}))
-        swarm.start_all("AB")
-        await swarm.until_round(1)
-        node = swarm.nodes["A"]
-        blinded.append(True)
-        await node.refresh_contacts()
-        assert node.sources() == ["W"]
-        node.world.registry.keepers = (*node.world.registry.keepers, "B")
-        assert sorted(node.sources()) == ["B", "W"]
-        node.endpoint.detector.lost("B", asyncio.get_running_loop().time() + 1000.0)
-        assert node.sources() == ["W"]
-
-    simulate(main)
+    swarm = VirtualSwarm(campaign(10**6, admission="open", sync={"min_peers": 0}))
+    swarm.start_all("AB")
+    await swarm.until_round(1)
+    node = swarm.nodes["A"]
+    blinded.append(True)
+    await node.refresh_contacts()
+    assert node.sources() == ["W"]
+    node.world.registry.keepers = (*node.world.registry.keepers, "B")
+    assert sorted(node.sources()) == ["B", "W"]
+    node.endpoint.detector.lost("B", asyncio.get_running_loop().time() + 1000.0)
+    assert node.sources() == ["W"]
 
 
-def test_a_peer_that_cannot_look_up_the_others_at_its_start_stores_its_contact(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def main() -> None:
-        swarm = VirtualSwarm(campaign(10**6))
-        swarm.start_all("ABC")
-        await swarm.until_round(1)
-        monkeypatch.setattr(MemoryRegistry, "get", answers_nobody)
-        swarm.start("J")
-        node = swarm.nodes["J"]
-        records = cast(MemoryRegistry, node.world.registry)._records.by_key[registry_key(node.campaign_hash)]
-        await swarm.until(lambda: "J" in records, CONTACT_EVERY_S / 2)
-
-    simulate(main)
+async def test_a_peer_that_cannot_look_up_the_others_at_its_start_stores_its_contact(monkeypatch: pytest.MonkeyPatch) -> None:
+    swarm = VirtualSwarm(campaign(10**6))
+    swarm.start_all("ABC")
+    await swarm.until_round(1)
+    monkeypatch.setattr(MemoryRegistry, "get", answers_nobody)
+    swarm.start("J")
+    node = swarm.nodes["J"]
+    records = cast(MemoryRegistry, node.world.registry)._records.by_key[registry_key(node.campaign_hash)]
+    await swarm.until(lambda: "J" in records, CONTACT_EVERY_S / 2)
 
 
 async def answers_nobody(*_: Any, **__: Any) -> dict[str, bytes]:

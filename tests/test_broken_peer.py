@@ -14,7 +14,7 @@ from counting_text import CountingText
 from spes_p2p.errors import UserError
 from spes_p2p.model.build import layout_of
 from spes_p2p.observe.events import PhaseTrained
-from spes_p2p.testing.simulate.swarm import VirtualSwarm, campaign, simulate
+from spes_p2p.testing.simulate.swarm import VirtualSwarm, campaign
 from spes_p2p.training.interface import Phase, PhaseReport
 from spes_p2p.training.trainer import TorchTrainer
 
@@ -80,34 +80,28 @@ def assert_others_go_on_with_finite_bases(swarm: VirtualSwarm) -> None:
 
 
 @pytest.mark.long
-def test_a_peer_that_breaks_stops_with_a_reason_before_it_sends_anything() -> None:
-    async def main() -> None:
-        swarm = swarm_of(sync_steps=12)
-        await break_b(swarm, after_steps=0)
-        reason = await reason_b_stopped(swarm)
-        assert "not finite in 10 consecutive steps" in reason
-        assert "\n" not in reason
-        assert max(event.round for event in swarm.recorders["B"].of(PhaseTrained)) == BREAKS_IN_ROUND - 1
-        await swarm.until_finished()
-        assert_others_go_on_with_finite_bases(swarm)
-        assert "B" not in swarm.recorders["A"].commits()[BREAKS_IN_ROUND].members
-
-    simulate(main)
+async def test_a_peer_that_breaks_stops_with_a_reason_before_it_sends_anything() -> None:
+    swarm = swarm_of(sync_steps=12)
+    await break_b(swarm, after_steps=0)
+    reason = await reason_b_stopped(swarm)
+    assert "not finite in 10 consecutive steps" in reason
+    assert "\n" not in reason
+    assert max(event.round for event in swarm.recorders["B"].of(PhaseTrained)) == BREAKS_IN_ROUND - 1
+    await swarm.until_finished()
+    assert_others_go_on_with_finite_bases(swarm)
+    assert "B" not in swarm.recorders["A"].commits()[BREAKS_IN_ROUND].members
 
 
 @pytest.mark.parametrize("after_steps", [0, 3])
 @pytest.mark.sampled(1)
 @pytest.mark.long
-def test_infinite_weights_of_a_peer_that_has_not_stopped_yet_reach_no_base(
+async def test_infinite_weights_of_a_peer_that_has_not_stopped_yet_reach_no_base(
     after_steps: int
 ) -> None:
-    async def main() -> None:
-        swarm = swarm_of(sync_steps=6)
-        await break_b(swarm, after_steps)
-        assert "not finite" in await reason_b_stopped(swarm)
-        phases = {event.round: event for event in swarm.recorders["B"].of(PhaseTrained)}
-        assert phases[BREAKS_IN_ROUND].steps == phases[BREAKS_IN_ROUND].skipped_steps + after_steps
-        await swarm.until_finished()
-        assert_others_go_on_with_finite_bases(swarm)
-
-    simulate(main)
+    swarm = swarm_of(sync_steps=6)
+    await break_b(swarm, after_steps)
+    assert "not finite" in await reason_b_stopped(swarm)
+    phases = {event.round: event for event in swarm.recorders["B"].of(PhaseTrained)}
+    assert phases[BREAKS_IN_ROUND].steps == phases[BREAKS_IN_ROUND].skipped_steps + after_steps
+    await swarm.until_finished()
+    assert_others_go_on_with_finite_bases(swarm)

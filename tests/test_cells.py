@@ -294,125 +294,106 @@ def base() -> np.ndarray:
 
 @pytest.mark.parametrize("make_plan", [large_plan, open_plan])
 @pytest.mark.parametrize(("codec", "rounding"), [("none", 0.0), ("int8", 1 / 127), ("int4", 1 / 7)])
-def test_the_new_base_is_the_weighted_mean_and_bit_identical_everywhere(
+async def test_the_new_base_is_the_weighted_mean_and_bit_identical_everywhere(
     codec: str, rounding: float, make_plan: Callable[[], Plan]
 ) -> None:
-    async def main() -> None:
-        plan = make_plan()
-        updates = random_updates(plan)
-        played = await Round.open(plan, updates, codec)
-        await played.run()
-        commit = played.commit()
-        assert commit.dropped == ()
-        assert commit.heard == tuple(range(len(plan.members)))
-        bases = {played.new_base(m.peer, commit, base()).tobytes() for m in plan.members}
-        assert len(bases) == 1
-        largest = max(np.abs(update).max() for own in updates.values() for update in own.values())
-        new = np.frombuffer(bases.pop(), np.float32)
-        np.testing.assert_allclose(new, reference(plan, updates, base()), rtol=0, atol=1e-5 + 1.5 * largest * rounding)
-
-    simulate(main)
+    plan = make_plan()
+    updates = random_updates(plan)
+    played = await Round.open(plan, updates, codec)
+    await played.run()
+    commit = played.commit()
+    assert commit.dropped == ()
+    assert commit.heard == tuple(range(len(plan.members)))
+    bases = {played.new_base(m.peer, commit, base()).tobytes() for m in plan.members}
+    assert len(bases) == 1
+    largest = max(np.abs(update).max() for own in updates.values() for update in own.values())
+    new = np.frombuffer(bases.pop(), np.float32)
+    np.testing.assert_allclose(new, reference(plan, updates, base()), rtol=0, atol=1e-5 + 1.5 * largest * rounding)
 
 
 @pytest.mark.long
-def test_peers_open_streams_with_their_neighbours_only() -> None:
-    async def main() -> None:
-        plan, network = large_plan(64), MemoryNetwork(latency_s=0.05)
-        met: dict[str, set[str]] = defaultdict(set)
+async def test_peers_open_streams_with_their_neighbours_only() -> None:
+    plan, network = large_plan(64), MemoryNetwork(latency_s=0.05)
+    met: dict[str, set[str]] = defaultdict(set)
 
-        def note(frame: Frame) -> Frame:
-            met[frame.sender].add(frame.receiver)
-            met[frame.receiver].add(frame.sender)
-            return frame
+    def note(frame: Frame) -> Frame:
+        met[frame.sender].add(frame.receiver)
+        met[frame.receiver].add(frame.sender)
+        return frame
 
-        network.tap = note
-        played = await Round.open(plan, random_updates(plan), "int4", network)
-        await played.run()
-        assert played.commit().dropped == ()
-        assert max(map(len, met.values())) <= 2 * 8
-
-    simulate(main)
+    network.tap = note
+    played = await Round.open(plan, random_updates(plan), "int4", network)
+    await played.run()
+    assert played.commit().dropped == ()
+    assert max(map(len, met.values())) <= 2 * 8
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("make_plan", [large_plan, open_plan])
 @pytest.mark.parametrize("codec", ["none", "fp16", "int8", "int4", "sparse"])
-def test_over_rounds_the_base_moves_by_all_that_was_trained_but_for_pending_and_residuals(
+async def test_over_rounds_the_base_moves_by_all_that_was_trained_but_for_pending_and_residuals(
     codec: str, make_plan: Callable[[], Plan]
 ) -> None:
-    async def main() -> None:
-        trained, accounted = await trained_and_accounted(make_plan(), codec, 3, base())
-        np.testing.assert_allclose(accounted, trained, rtol=0, atol=1e-4)
-
-    simulate(main)
+    trained, accounted = await trained_and_accounted(make_plan(), codec, 3, base())
+    np.testing.assert_allclose(accounted, trained, rtol=0, atol=1e-4)
 
 
 @pytest.mark.long
-def test_a_lost_hub_costs_its_cells_work_on_its_column_and_no_result() -> None:
-    async def main() -> None:
-        plan = large_plan()
-        played = await Round.open(plan, random_updates(plan), "int4")
-        dead = next(hub for part in played.empty().parts for hub in part.summing if hub not in (part.reducer, 0))
-        name = plan.members[dead].peer
-        played.network.hook = lambda peer, method, index: (
-            played.network.kill(name) if (peer, method, index) == (name, "push", 1) else None
-        )
-        others = [m.peer for m in plan.members if m.peer != name]
-        running = played.run(others)
-        dying = played.network.run_peer(name, played.exchanges[name].run())
-        await running
-        assert dying.done()
-        for part in played.empty().parts:
-            if part.reducer == dead:
-                continue
-            lost = set(part.in_cell(dead)) if dead in part.summing else {dead}
-            for peer in others:
-                results = played.exchanges[peer].results
-                assert results.verified(part)
-                assert set(results.contributors(part)) >= set(part.contributors) - lost - {dead}
-
-    simulate(main)
+async def test_a_lost_hub_costs_its_cells_work_on_its_column_and_no_result() -> None:
+    plan = large_plan()
+    played = await Round.open(plan, random_updates(plan), "int4")
+    dead = next(hub for part in played.empty().parts for hub in part.summing if hub not in (part.reducer, 0))
+    name = plan.members[dead].peer
+    played.network.hook = lambda peer, method, index: (
+        played.network.kill(name) if (peer, method, index) == (name, "push", 1) else None
+    )
+    others = [m.peer for m in plan.members if m.peer != name]
+    running = played.run(others)
+    dying = played.network.run_peer(name, played.exchanges[name].run())
+    await running
+    assert dying.done()
+    for part in played.empty().parts:
+        if part.reducer == dead:
+            continue
+        lost = set(part.in_cell(dead)) if dead in part.summing else {dead}
+        for peer in others:
+            results = played.exchanges[peer].results
+            assert results.verified(part)
+            assert set(results.contributors(part)) >= set(part.contributors) - lost - {dead}
 
 
-def test_results_that_wait_for_nobody_arrive_before_a_late_member_has_sent_its_update() -> None:
+async def test_results_that_wait_for_nobody_arrive_before_a_late_member_has_sent_its_update() -> None:
     """Hubs hand on what one member alone has trained while they wait for their cells' updates."""
-
-    async def main() -> None:
-        members = [replace(m, bandwidth=10.0 if i < 30 else 0.0) for i, m in enumerate(members_of(40))]
-        plan = make_plan_of(members)
-        played = await Round.open(plan, random_updates(plan), "int4", MemoryNetwork(latency_s=0.05))
-        parts, *others, late = played.empty().parts, *(m.peer for m in plan.members)
-        assert any(part.cell_of.index(part.cell_of[39], 30) < 39 for part in parts), "its cell has another that is no hub"
-        running = asyncio.create_task(played.run(others))
-        await asyncio.sleep(1.0)
-        for part in parts:
-            if len(part.contributors) == 1:
-                assert all(part.index in played.exchanges[peer].results.encoded for peer in others)
-        await asyncio.gather(running, played.run([late]))
-        assert played.commit().dropped == ()
-
-    simulate(main)
+    members = [replace(m, bandwidth=10.0 if i < 30 else 0.0) for i, m in enumerate(members_of(40))]
+    plan = make_plan_of(members)
+    played = await Round.open(plan, random_updates(plan), "int4", MemoryNetwork(latency_s=0.05))
+    parts, *others, late = played.empty().parts, *(m.peer for m in plan.members)
+    assert any(part.cell_of.index(part.cell_of[39], 30) < 39 for part in parts), "its cell has another that is no hub"
+    running = asyncio.create_task(played.run(others))
+    await asyncio.sleep(1.0)
+    for part in parts:
+        if len(part.contributors) == 1:
+            assert all(part.index in played.exchanges[peer].results.encoded for peer in others)
+    await asyncio.gather(running, played.run([late]))
+    assert played.commit().dropped == ()
 
 
-def test_a_hub_that_lives_and_hands_on_nothing_costs_no_result() -> None:
-    async def main() -> None:
-        plan = large_plan()
-        played = await Round.open(plan, random_updates(plan), "int4")
-        silent = next(hub for part in played.empty().parts for hub in part.summing if hub not in (part.reducer, 0))
-        endpoint = played.endpoints[plan.members[silent].peer]
+async def test_a_hub_that_lives_and_hands_on_nothing_costs_no_result() -> None:
+    plan = large_plan()
+    played = await Round.open(plan, random_updates(plan), "int4")
+    silent = next(hub for part in played.empty().parts for hub in part.summing if hub not in (part.reducer, 0))
+    endpoint = played.endpoints[plan.members[silent].peer]
 
-        async def wait(stream: Stream) -> None:
-            await stream.alive(asyncio.sleep(1000))
+    async def wait(stream: Stream) -> None:
+        await stream.alive(asyncio.sleep(1000))
 
-        for method in (PUSH, PULL):
-            await endpoint.serve(method, wait)
-        others = [m.peer for i, m in enumerate(plan.members) if i != silent]
-        await played.run(others)
-        for part in played.empty().parts:
-            if part.reducer != silent:
-                assert all(played.exchanges[peer].results.verified(part) for peer in others)
-
-    simulate(main)
+    for method in (PUSH, PULL):
+        await endpoint.serve(method, wait)
+    others = [m.peer for i, m in enumerate(plan.members) if i != silent]
+    await played.run(others)
+    for part in played.empty().parts:
+        if part.reducer != silent:
+            assert all(played.exchanges[peer].results.verified(part) for peer in others)
 
 
 @pytest.mark.parametrize("others_lost", [0, 3])
@@ -435,38 +416,31 @@ def test_when_a_reducer_is_lost_hubs_push_again_and_nobody_else(others_lost: int
 
 
 @pytest.mark.long
-def test_a_hub_may_be_as_slow_as_the_slowest_member_of_its_cell() -> None:
+async def test_a_hub_may_be_as_slow_as_the_slowest_member_of_its_cell() -> None:
     """Roots wait for means that come far more slowly than their hub's line allows."""
-
-    async def main() -> None:
-        members, network = list(members_of(40, 0, (1e7,))), MemoryNetwork(latency_s=0.05)
-        members[39] = replace(members[39], bandwidth=2e5)
-        network.set_bandwidth(members[39].peer, 1.4e5, 1e9)
-        plan, layout = make_plan_of(members), Layout([TensorSpec("embed", (2**11, 2**8), "shared")])
-        updates = random_updates(plan, layout=layout)
-        played = await Round.open(plan, updates, "none", network, timeout_s=600.0, layout=layout, part_bytes=2**14)
-        await played.run()
-        parts = played.empty().parts
-        assert not any(39 in part.hubs for part in parts)
-        assert all(played.exchanges["0000"].results.contributors(part) == part.contributors for part in parts)
-
-    simulate(main)
+    members, network = list(members_of(40, 0, (1e7,))), MemoryNetwork(latency_s=0.05)
+    members[39] = replace(members[39], bandwidth=2e5)
+    network.set_bandwidth(members[39].peer, 1.4e5, 1e9)
+    plan, layout = make_plan_of(members), Layout([TensorSpec("embed", (2**11, 2**8), "shared")])
+    updates = random_updates(plan, layout=layout)
+    played = await Round.open(plan, updates, "none", network, timeout_s=600.0, layout=layout, part_bytes=2**14)
+    await played.run()
+    parts = played.empty().parts
+    assert not any(39 in part.hubs for part in parts)
+    assert all(played.exchanges["0000"].results.contributors(part) == part.contributors for part in parts)
 
 
-def test_a_mask_that_does_not_fit_is_refused_and_one_is_read_in_linear_time() -> None:
-    async def main() -> None:
-        plan = large_plan()
-        played = await Round.open(plan, random_updates(plan), "int4")
+async def test_a_mask_that_does_not_fit_is_refused_and_one_is_read_in_linear_time() -> None:
+    plan = large_plan()
+    played = await Round.open(plan, random_updates(plan), "int4")
 
-        async def ask() -> None:
-            async with played.endpoints["0001"].stream("0000", PULL) as stream:
-                await stream.send(pack(PullRequest(plan.id, parts=b"1" * 2**10)))
-                await stream.message(Kind.PART)
+    async def ask() -> None:
+        async with played.endpoints["0001"].stream("0000", PULL) as stream:
+            await stream.send(pack(PullRequest(plan.id, parts=b"1" * 2**10)))
+            await stream.message(Kind.PART)
 
-        with pytest.raises(Refused, match="mask"):
-            await played.network.run_peer("0001", ask())
-
-    simulate(main)
+    with pytest.raises(Refused, match="mask"):
+        await played.network.run_peer("0001", ask())
     assert len(from_mask(b"\xff" * 2**17)) == 2**20
 
 
@@ -508,21 +482,18 @@ def hubs_seen(swarm: VirtualSwarm) -> bool:
 @pytest.mark.usefixtures("_small_cells")
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.long
-def test_a_swarm_with_cells_trains_and_checks_its_reducers(overlap: bool) -> None:
-    async def main() -> None:
-        swarm = VirtualSwarm(campaign(total_steps=60, codec="int4", sync={"min_peers": 9, "overlap": overlap}))
-        swarm.start_all("ABCDEFGHI")
-        await swarm.until_round(3)
-        assert hubs_seen(swarm)
-        await swarm.until_finished()
-        swarm.assert_replicas_agree()
-        found = [event for recorder in swarm.recorders.values() for event in recorder.of(ResultsChecked)]
-        last = max(each.round for each in found)
-        assert sum(each.results for each in found) > 8
-        assert not [each for each in found if each.wrong or (each.unanswered and each.round < last)]
-        assert swarm.nodes["W"].log.last.tokens == sum(recorded_tokens(swarm))
-
-    simulate(main)
+async def test_a_swarm_with_cells_trains_and_checks_its_reducers(overlap: bool) -> None:
+    swarm = VirtualSwarm(campaign(total_steps=60, codec="int4", sync={"min_peers": 9, "overlap": overlap}))
+    swarm.start_all("ABCDEFGHI")
+    await swarm.until_round(3)
+    assert hubs_seen(swarm)
+    await swarm.until_finished()
+    swarm.assert_replicas_agree()
+    found = [event for recorder in swarm.recorders.values() for event in recorder.of(ResultsChecked)]
+    last = max(each.round for each in found)
+    assert sum(each.results for each in found) > 8
+    assert not [each for each in found if each.wrong or (each.unanswered and each.round < last)]
+    assert swarm.nodes["W"].log.last.tokens == sum(recorded_tokens(swarm))
 
 
 def recorded_tokens(swarm: VirtualSwarm) -> list[int]:
@@ -534,26 +505,22 @@ def recorded_tokens(swarm: VirtualSwarm) -> list[int]:
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.sampled(2)
 @pytest.mark.long
-def test_members_killed_in_an_exchange_with_cells_cost_no_round(method: str, seed: int) -> None:
+async def test_members_killed_in_an_exchange_with_cells_cost_no_round(method: str, seed: int) -> None:
     """Whatever each of them was in that round: hub, reducer, contributor."""
+    swarm = VirtualSwarm(campaign(total_steps=60, sync={"min_peers": 7, "silence_s": 5.0}))
+    swarm.start_all("ABCDEFGHI")
+    await swarm.until_round(2)
+    victims, killed = random.Random(seed).sample("ABCDEFGHI", 2), set[str]()
 
-    async def main() -> None:
-        swarm = VirtualSwarm(campaign(total_steps=60, sync={"min_peers": 7, "silence_s": 5.0}))
-        swarm.start_all("ABCDEFGHI")
-        await swarm.until_round(2)
-        victims, killed = random.Random(seed).sample("ABCDEFGHI", 2), set[str]()
+    def hook(peer: str, its_method: str, index: int) -> None:
+        if peer in victims and peer not in killed and its_method == method and index >= 1 + seed % 2:
+            killed.add(peer)
+            swarm.kill(peer)
 
-        def hook(peer: str, its_method: str, index: int) -> None:
-            if peer in victims and peer not in killed and its_method == method and index >= 1 + seed % 2:
-                killed.add(peer)
-                swarm.kill(peer)
-
-        swarm.network.hook = hook
-        await swarm.until_finished()
-        assert killed == set(victims)
-        swarm.assert_replicas_agree()
-
-    simulate(main)
+    swarm.network.hook = hook
+    await swarm.until_finished()
+    assert killed == set(victims)
+    swarm.assert_replicas_agree()
 
 
 @pytest.mark.usefixtures("_small_cells")

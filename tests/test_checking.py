@@ -32,7 +32,7 @@ from spes_p2p.rounds.codecs import CODECS
 from spes_p2p.rounds.parts import Part
 from spes_p2p.rounds.planned import Member
 from spes_p2p.rounds.sums import encode_mean, is_wrong, make_mean
-from spes_p2p.testing.simulate.swarm import VirtualSwarm, campaign, simulate
+from spes_p2p.testing.simulate.swarm import VirtualSwarm, campaign
 from spes_p2p.testing.simulated_identity import SimulatedIdentity
 
 GENESIS = VirtualSwarm(campaign()).genesis
@@ -91,72 +91,62 @@ def checked(swarm: VirtualSwarm) -> list[ResultsChecked]:
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.sampled(1)
 @pytest.mark.long
-def test_honest_reducers_are_checked_and_nothing_is_proven(codec: str, overlap: bool) -> None:
-    async def main() -> None:
-        swarm = VirtualSwarm(campaign(total_steps=80, codec=codec, sync={"overlap": overlap}))
-        swarm.start_all("ABCD")
-        await swarm.until_finished()
-        swarm.assert_same_commits()
-        found = checked(swarm)
-        assert sum(each.results for each in found) > 8
-        last = max(each.round for each in found)  # after it, peers leave
-        assert not [each for each in found if each.wrong or (each.unanswered and each.round < last)]
-        assert not swarm.nodes["W"].log.last.excluded
-
-    simulate(main)
+async def test_honest_reducers_are_checked_and_nothing_is_proven(codec: str, overlap: bool) -> None:
+    swarm = VirtualSwarm(campaign(total_steps=80, codec=codec, sync={"overlap": overlap}))
+    swarm.start_all("ABCD")
+    await swarm.until_finished()
+    swarm.assert_same_commits()
+    found = checked(swarm)
+    assert sum(each.results for each in found) > 8
+    last = max(each.round for each in found)  # after it, peers leave
+    assert not [each for each in found if each.wrong or (each.unanswered and each.round < last)]
+    assert not swarm.nodes["W"].log.last.excluded
 
 
 @pytest.mark.parametrize("lie", [scale, swap, drop])
 @pytest.mark.sampled(1)
 @pytest.mark.long
-def test_a_reducer_that_lies_is_excluded_by_proof_within_three_rounds(lie: Lie, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def main() -> None:
-        swarm = VirtualSwarm(campaign(total_steps=150, codec="int8"))
-        lied = lying("B", lie, monkeypatch)
-        swarm.start_all("ACD")
-        swarm.start("B", bandwidth=4.0)  # it reduces
-        life, node = swarm.tasks["B"], swarm.nodes["W"]
-        await swarm.until(lambda: "B" in node.log.last.excluded)
-        commit = node.log.last
-        assert lied
-        assert commit.round - min(lied) <= 3
-        assert commit.excluded == ("B",)
-        assert "B" not in {*commit.members, *commit.electorate}
-        assert all(commit.owners)
-        await asyncio.wait({life}, timeout=200)
-        with pytest.raises(UserError, match="a proof excludes this peer"):
-            life.result()
-        for held in (swarm.tasks, swarm.peers, swarm.nodes):
-            held.pop("B")
-        await swarm.until_finished()
-        swarm.assert_same_commits()
-        swarm.assert_replicas_agree()
-        assert {peer for each in checked(swarm) for peer in each.wrong} == {"B"}
-
-    simulate(main)
+async def test_a_reducer_that_lies_is_excluded_by_proof_within_three_rounds(lie: Lie, monkeypatch: pytest.MonkeyPatch) -> None:
+    swarm = VirtualSwarm(campaign(total_steps=150, codec="int8"))
+    lied = lying("B", lie, monkeypatch)
+    swarm.start_all("ACD")
+    swarm.start("B", bandwidth=4.0)  # it reduces
+    life, node = swarm.tasks["B"], swarm.nodes["W"]
+    await swarm.until(lambda: "B" in node.log.last.excluded)
+    commit = node.log.last
+    assert lied
+    assert commit.round - min(lied) <= 3
+    assert commit.excluded == ("B",)
+    assert "B" not in {*commit.members, *commit.electorate}
+    assert all(commit.owners)
+    await asyncio.wait({life}, timeout=200)
+    with pytest.raises(UserError, match="a proof excludes this peer"):
+        life.result()
+    for held in (swarm.tasks, swarm.peers, swarm.nodes):
+        held.pop("B")
+    await swarm.until_finished()
+    swarm.assert_same_commits()
+    swarm.assert_replicas_agree()
+    assert {peer for each in checked(swarm) for peer in each.wrong} == {"B"}
 
 
-def test_a_proposal_accuses_no_more_reducers_than_a_commit_may_exclude(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_proposal_accuses_no_more_reducers_than_a_commit_may_exclude(monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise all members would refuse it, in each attempt."""
     monkeypatch.setattr("spes_p2p.rounds.proposal.MAX_BANNED", 2)
-
-    async def main() -> None:
-        swarm = VirtualSwarm(campaign(total_steps=500))
-        swarm.start_all("ABC")
-        await swarm.until_round(3)
-        proof, _ = proof_of(swarm)
-        proofs = swarm.helper.replica.validity.proofs
-        proofs._held = {peer: Proven(peer, "", replace(proof, part=place), {}) for place, peer in enumerate("CBA")}
-        commit = swarm.nodes["W"].log.last
-        assert [each.peer for each in proofs.accused(commit)] == ["A", "B"]
-        assert [each.peer for each in proofs.accused(replace(commit, excluded=("A",)))] == ["B"]
-        assert proofs.accused(replace(commit, excluded=("A", "X"))) == ()
-
-    simulate(main)
+    swarm = VirtualSwarm(campaign(total_steps=500))
+    swarm.start_all("ABC")
+    await swarm.until_round(3)
+    proof, _ = proof_of(swarm)
+    proofs = swarm.helper.replica.validity.proofs
+    proofs._held = {peer: Proven(peer, "", replace(proof, part=place), {}) for place, peer in enumerate("CBA")}
+    commit = swarm.nodes["W"].log.last
+    assert [each.peer for each in proofs.accused(commit)] == ["A", "B"]
+    assert [each.peer for each in proofs.accused(replace(commit, excluded=("A",)))] == ["B"]
+    assert proofs.accused(replace(commit, excluded=("A", "X"))) == ()
 
 
 @pytest.mark.long
-def test_a_pardoned_reducer_takes_part_again_until_another_proof(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_pardoned_reducer_takes_part_again_until_another_proof(monkeypatch: pytest.MonkeyPatch) -> None:
     async def pardon(swarm: VirtualSwarm, number: int) -> None:
         log = swarm.nodes["W"].log
         unsigned = Control(swarm.campaign.hash, number, "running", (), -1, b"", pardons=(Pardon("B", log.round),))
@@ -173,51 +163,45 @@ def test_a_pardoned_reducer_takes_part_again_until_another_proof(monkeypatch: py
             life.result()
         swarm.kill("B")
 
-    async def main() -> None:
-        swarm = VirtualSwarm(campaign(total_steps=1000, codec="int8"))
-        with monkeypatch.context() as lies:
-            lying("B", scale, lies)
-            swarm.start_all("ACD")
-            swarm.start("B", bandwidth=4.0)  # it reduces
-            await until_excluded(swarm)
-        await pardon(swarm, 1)  # at once: the others still hold the proof
-        swarm.start_again("B")
-        log = swarm.nodes["W"].log
-        again = log.round + 4
-        await swarm.until(lambda: log.round >= again and "B" in {log.last.members[i] for i in log.last.heard})
-        assert not any(each.commit.excluded for each in log.since(again - 4))
-        swarm.restart("A")
-        await swarm.until_round(log.round + 1)
-        with monkeypatch.context() as lies:
-            lying("B", scale, lies)
-            await until_excluded(swarm)
-        await pardon(swarm, 2)
-        swarm.assert_same_commits()
-
-    simulate(main)
+    swarm = VirtualSwarm(campaign(total_steps=1000, codec="int8"))
+    with monkeypatch.context() as lies:
+        lying("B", scale, lies)
+        swarm.start_all("ACD")
+        swarm.start("B", bandwidth=4.0)  # it reduces
+        await until_excluded(swarm)
+    await pardon(swarm, 1)  # at once: the others still hold the proof
+    swarm.start_again("B")
+    log = swarm.nodes["W"].log
+    again = log.round + 4
+    await swarm.until(lambda: log.round >= again and "B" in {log.last.members[i] for i in log.last.heard})
+    assert not any(each.commit.excluded for each in log.since(again - 4))
+    swarm.restart("A")
+    await swarm.until_round(log.round + 1)
+    with monkeypatch.context() as lies:
+        lying("B", scale, lies)
+        await until_excluded(swarm)
+    await pardon(swarm, 2)
+    swarm.assert_same_commits()
 
 
 @pytest.mark.slow
-def test_a_reducer_that_refuses_checks_reduces_only_in_some_rounds_nor_does_its_checker() -> None:
-    async def main() -> None:
-        swarm = VirtualSwarm(campaign(total_steps=300))
-        swarm.start_all("ACD")
-        swarm.start("B", bandwidth=4.0)
-        silent("B", swarm)
-        await swarm.until_round(20)
-        log = swarm.nodes["W"].log
-        kept = {results.plan.id: results for results in swarm.helper.replica.results.by_plan.values()}
-        commits = [decided.commit for decided in log.since(1)]
-        disputed = [{commit.members[i] for i in commit.disputed} for commit in commits]
-        assert all(each == set() or ("B" in each and len(each) == 2) for each in disputed)
-        quiet = [commit.round for commit, each in zip(commits, disputed, strict=True) if "B" in each]
-        assert len(quiet) > 2
-        assert not log.last.excluded
-        for commit in commits:
-            if commit.plan in kept and any(0 <= commit.round - number <= 3 for number in quiet):
-                assert "B" not in means_by_reducer(commit, kept[commit.plan])
-
-    simulate(main)
+async def test_a_reducer_that_refuses_checks_reduces_only_in_some_rounds_nor_does_its_checker() -> None:
+    swarm = VirtualSwarm(campaign(total_steps=300))
+    swarm.start_all("ACD")
+    swarm.start("B", bandwidth=4.0)
+    silent("B", swarm)
+    await swarm.until_round(20)
+    log = swarm.nodes["W"].log
+    kept = {results.plan.id: results for results in swarm.helper.replica.results.by_plan.values()}
+    commits = [decided.commit for decided in log.since(1)]
+    disputed = [{commit.members[i] for i in commit.disputed} for commit in commits]
+    assert all(each == set() or ("B" in each and len(each) == 2) for each in disputed)
+    quiet = [commit.round for commit, each in zip(commits, disputed, strict=True) if "B" in each]
+    assert len(quiet) > 2
+    assert not log.last.excluded
+    for commit in commits:
+        if commit.plan in kept and any(0 <= commit.round - number <= 3 for number in quiet):
+            assert "B" not in means_by_reducer(commit, kept[commit.plan])
 
 
 # Proofs -------------------------------------------------------------------------------------------------------------------
@@ -269,196 +253,172 @@ FORGERIES: dict[str, tuple[Callable[[WrongSum], WrongSum], str]] = {
 
 @pytest.mark.long
 @pytest.mark.parametrize(("sync_steps", "is_named"), [(20, True), (1, False)])
-def test_a_reducer_that_is_behind_is_named_unless_the_checker_comes_too_late(sync_steps: int, is_named: bool) -> None:
+async def test_a_reducer_that_is_behind_is_named_unless_the_checker_comes_too_late(sync_steps: int, is_named: bool) -> None:
     async def behind(stream: Stream) -> None:
         raise Refused(Code.BEHIND, "that round is not known here yet, or no longer")
 
-    async def main() -> None:
-        swarm = VirtualSwarm(campaign(total_steps=10**6, training={"sync_steps": sync_steps}, merge={"merge_interval": None}))
-        swarm.start_all("ACD")
-        swarm.start("B", bandwidth=4.0)
-        await swarm.until_round(1)
-        await swarm.nodes["B"].endpoint.serve(INPUTS, behind)
-        await swarm.until_round(12)
-        named = [each.round for each in checked(swarm) if "B" in each.unanswered]
-        assert bool(named) == is_named
-
-    simulate(main)
+    swarm = VirtualSwarm(campaign(total_steps=10**6, training={"sync_steps": sync_steps}, merge={"merge_interval": None}))
+    swarm.start_all("ACD")
+    swarm.start("B", bandwidth=4.0)
+    await swarm.until_round(1)
+    await swarm.nodes["B"].endpoint.serve(INPUTS, behind)
+    await swarm.until_round(12)
+    named = [each.round for each in checked(swarm) if "B" in each.unanswered]
+    assert bool(named) == is_named
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("behind_s", [12.0, 1e6], ids=["learns late of a round", "misses the next round"])
-def test_a_reducer_that_is_late_is_named_by_nobody(behind_s: float) -> None:
-    async def main() -> None:
-        swarm = VirtualSwarm(campaign(total_steps=10**6, training={"sync_steps": 20}, merge={"merge_interval": None}))
-        swarm.start_all("ACD")
-        swarm.start("B", bandwidth=4.0)
-        await swarm.until_round(1)
-        node, clock, asked = swarm.nodes["B"], asyncio.get_running_loop().time, list[float]()
-        answer, started = swarm.peers["B"].checking._on_inputs, node.endpoint.stream
+async def test_a_reducer_that_is_late_is_named_by_nobody(behind_s: float) -> None:
+    swarm = VirtualSwarm(campaign(total_steps=10**6, training={"sync_steps": 20}, merge={"merge_interval": None}))
+    swarm.start_all("ACD")
+    swarm.start("B", bandwidth=4.0)
+    await swarm.until_round(1)
+    node, clock, asked = swarm.nodes["B"], asyncio.get_running_loop().time, list[float]()
+    answer, started = swarm.peers["B"].checking._on_inputs, node.endpoint.stream
 
-        async def late(stream: Stream) -> None:
-            asked.append(clock())
-            if clock() < asked[0] + behind_s:
-                raise Refused(Code.BEHIND, "that round is not known here yet, or no longer")
-            await answer(stream)
+    async def late(stream: Stream) -> None:
+        asked.append(clock())
+        if clock() < asked[0] + behind_s:
+            raise Refused(Code.BEHIND, "that round is not known here yet, or no longer")
+        await answer(stream)
 
-        def announce(peer: str, method: str) -> object:
-            return started("nobody" if method == ROUND and asked and clock() < asked[0] + behind_s else peer, method)
+    def announce(peer: str, method: str) -> object:
+        return started("nobody" if method == ROUND and asked and clock() < asked[0] + behind_s else peer, method)
 
-        await node.endpoint.serve(INPUTS, late)
-        node.endpoint.stream = announce  # type: ignore[assignment, method-assign]
-        await swarm.until(lambda: bool(asked))
-        log, first = swarm.nodes["A"].log, swarm.nodes["A"].log.round
-        await swarm.until(lambda: log.round >= first + 3)
-        assert ("B" in log.commit_at(first + 1).members) == (behind_s < 20)
-        assert not [each for each in checked(swarm) if "B" in each.unanswered]
-        assert len(asked) > 5
-
-    simulate(main)
+    await node.endpoint.serve(INPUTS, late)
+    node.endpoint.stream = announce  # type: ignore[assignment, method-assign]
+    await swarm.until(lambda: bool(asked))
+    log, first = swarm.nodes["A"].log, swarm.nodes["A"].log.round
+    await swarm.until(lambda: log.round >= first + 3)
+    assert ("B" in log.commit_at(first + 1).members) == (behind_s < 20)
+    assert not [each for each in checked(swarm) if "B" in each.unanswered]
+    assert len(asked) > 5
 
 
 @pytest.mark.long
-def test_a_reducer_says_that_a_checker_comes_a_round_too_late() -> None:
-    async def main() -> None:
-        swarm = VirtualSwarm(campaign(total_steps=500))
-        swarm.start_all("ABC")
-        await swarm.until_round(4)
-        await swarm.until(lambda: len({swarm.round_of(name) for name in "ABC"}) == 1)
-        node = swarm.nodes["A"]
-        before = node.log.commit_at(node.log.round - 1)
-        checked_by = {peer: by for peer, by in checkers(before, "friends").items() if {peer, by} <= set("ABC")}
-        assert checked_by
-        for reducer, by in checked_by.items():
-            with pytest.raises(Refused) as refused:
-                await swarm.nodes[by].endpoint.ask(reducer, INPUTS, pack(InputsRequest(before.plan, 0)), 5.0)
-            assert refused.value.code is Code.BEHIND
-
-    simulate(main)
+async def test_a_reducer_says_that_a_checker_comes_a_round_too_late() -> None:
+    swarm = VirtualSwarm(campaign(total_steps=500))
+    swarm.start_all("ABC")
+    await swarm.until_round(4)
+    await swarm.until(lambda: len({swarm.round_of(name) for name in "ABC"}) == 1)
+    node = swarm.nodes["A"]
+    before = node.log.commit_at(node.log.round - 1)
+    checked_by = {peer: by for peer, by in checkers(before, "friends").items() if {peer, by} <= set("ABC")}
+    assert checked_by
+    for reducer, by in checked_by.items():
+        with pytest.raises(Refused) as refused:
+            await swarm.nodes[by].endpoint.ask(reducer, INPUTS, pack(InputsRequest(before.plan, 0)), 5.0)
+        assert refused.value.code is Code.BEHIND
 
 
-def test_no_proof_against_an_honest_reducer_holds_whatever_is_forged() -> None:
-    async def main() -> None:
-        swarm = VirtualSwarm(campaign(total_steps=500, codec="int4"))
-        swarm.start_all("ABC")
-        await swarm.until_round(3)
-        proof, reducer = proof_of(swarm)
-        judge = swarm.peers[next(name for name in "ABC" if name != reducer)].replica.validity.proofs
-        assert not await judge.holds(proof, [reducer])
-        for forge, reason in FORGERIES.values():
-            with pytest.raises(Refused, match=reason):
-                await judge.holds(forge(proof), [reducer])
-
-    simulate(main)
+async def test_no_proof_against_an_honest_reducer_holds_whatever_is_forged() -> None:
+    swarm = VirtualSwarm(campaign(total_steps=500, codec="int4"))
+    swarm.start_all("ABC")
+    await swarm.until_round(3)
+    proof, reducer = proof_of(swarm)
+    judge = swarm.peers[next(name for name in "ABC" if name != reducer)].replica.validity.proofs
+    assert not await judge.holds(proof, [reducer])
+    for forge, reason in FORGERIES.values():
+        with pytest.raises(Refused, match=reason):
+            await judge.holds(forge(proof), [reducer])
 
 
 @pytest.mark.long
-def test_who_tells_a_false_proof_is_not_heard_again() -> None:
-    async def main() -> None:
-        swarm = VirtualSwarm(campaign(total_steps=500))
-        swarm.start_all("ABC")
-        await swarm.until_round(3)
-        proof, reducer = proof_of(swarm)
-        teller, judge = [name for name in "ABC" if name != reducer][:2]
-        board = swarm.nodes[teller].endpoint
-        swarm.peers[teller].replica.validity.proofs.body = lambda *_: None  # type: ignore[method-assign]
-        await board.ask(judge, ACCUSE, pack(altered(proof)), 5.0)
-        await swarm.until(lambda: teller in swarm.peers[judge].replica.validity.proofs._liars)
-        with pytest.raises(Refused, match="no proof of yours"):
-            await board.ask(judge, ACCUSE, pack(proof), 5.0)
-        number = swarm.nodes["W"].log.round
-        await swarm.until_round(number + 3)
-        assert not swarm.nodes["W"].log.last.excluded
-
-    simulate(main)
+async def test_who_tells_a_false_proof_is_not_heard_again() -> None:
+    swarm = VirtualSwarm(campaign(total_steps=500))
+    swarm.start_all("ABC")
+    await swarm.until_round(3)
+    proof, reducer = proof_of(swarm)
+    teller, judge = [name for name in "ABC" if name != reducer][:2]
+    board = swarm.nodes[teller].endpoint
+    swarm.peers[teller].replica.validity.proofs.body = lambda *_: None  # type: ignore[method-assign]
+    await board.ask(judge, ACCUSE, pack(altered(proof)), 5.0)
+    await swarm.until(lambda: teller in swarm.peers[judge].replica.validity.proofs._liars)
+    with pytest.raises(Refused, match="no proof of yours"):
+        await board.ask(judge, ACCUSE, pack(proof), 5.0)
+    number = swarm.nodes["W"].log.round
+    await swarm.until_round(number + 3)
+    assert not swarm.nodes["W"].log.last.excluded
 
 
 @pytest.mark.slow
-def test_a_coordinator_that_accuses_without_proof_excludes_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def main() -> None:
-        swarm = VirtualSwarm(campaign(total_steps=500))
-        swarm.start_all("ABC")
-        await swarm.until_round(2)
-        liar = swarm.nodes["W"].coordinators()[0]
-        victim = next(name for name in "ABC" if name != liar)
-        accused, told = Proofs.accused, list[str]()
+async def test_a_coordinator_that_accuses_without_proof_excludes_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    swarm = VirtualSwarm(campaign(total_steps=500))
+    swarm.start_all("ABC")
+    await swarm.until_round(2)
+    liar = swarm.nodes["W"].coordinators()[0]
+    victim = next(name for name in "ABC" if name != liar)
+    accused, told = Proofs.accused, list[str]()
 
-        def lie(self: Proofs, commit: Commit) -> tuple[Accused, ...]:
-            if self._endpoint.peer_id != liar:
-                return accused(self, commit)
-            told.append(commit.id)
-            return (Accused(victim, "0" * 64),)
+    def lie(self: Proofs, commit: Commit) -> tuple[Accused, ...]:
+        if self._endpoint.peer_id != liar:
+            return accused(self, commit)
+        told.append(commit.id)
+        return (Accused(victim, "0" * 64),)
 
-        monkeypatch.setattr(Proofs, "accused", lie)
-        await swarm.until_round(5)
-        failed = [event.detail for recorder in swarm.recorders.values() for event in recorder.of(RoundFailed)]
-        assert told
-        assert any("no proof that" in detail for detail in failed), failed
-        assert not swarm.nodes["W"].log.last.excluded
-
-    simulate(main)
+    monkeypatch.setattr(Proofs, "accused", lie)
+    await swarm.until_round(5)
+    failed = [event.detail for recorder in swarm.recorders.values() for event in recorder.of(RoundFailed)]
+    assert told
+    assert any("no proof that" in detail for detail in failed), failed
+    assert not swarm.nodes["W"].log.last.excluded
 
 
 @pytest.mark.slow
-def test_an_exclusion_outlives_restarts_and_joiners_know_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def main() -> None:
-        swarm = VirtualSwarm(campaign(total_steps=2000, codec="int8"))
-        lying("B", scale, monkeypatch)
-        swarm.start_all("AC")
-        swarm.start("B", bandwidth=4.0)
-        await swarm.until(lambda: "B" in swarm.nodes["A"].log.last.excluded)
-        life = swarm.tasks.pop("B")
-        swarm.peers.pop("B")
-        swarm.nodes.pop("B")
-        await asyncio.wait({life}, timeout=200)
-        life.exception()
-        for name in "WAC":
-            swarm.restart(name)
-        swarm.start("D")
-        await swarm.until(lambda: swarm.round_of("D") >= swarm.nodes["A"].log.round > 6)
-        assert all(node.log.last.excluded == ("B",) for node in swarm.nodes.values())
-        number = swarm.nodes["A"].log.round
-        swarm.network.kill("B")
-        swarm.start_again("B")
-        life = swarm.tasks.pop("B")
-        swarm.peers.pop("B")
-        swarm.nodes.pop("B")
-        await asyncio.wait({life}, timeout=300)
-        with pytest.raises(UserError, match="a proof excludes this peer"):
-            life.result()
-        await swarm.until_round(number + 2)
-        assert not any("B" in each.commit.members for each in swarm.nodes["D"].log.since(number - 1))
-
-    simulate(main)
+async def test_an_exclusion_outlives_restarts_and_joiners_know_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    swarm = VirtualSwarm(campaign(total_steps=2000, codec="int8"))
+    lying("B", scale, monkeypatch)
+    swarm.start_all("AC")
+    swarm.start("B", bandwidth=4.0)
+    await swarm.until(lambda: "B" in swarm.nodes["A"].log.last.excluded)
+    life = swarm.tasks.pop("B")
+    swarm.peers.pop("B")
+    swarm.nodes.pop("B")
+    await asyncio.wait({life}, timeout=200)
+    life.exception()
+    for name in "WAC":
+        swarm.restart(name)
+    swarm.start("D")
+    await swarm.until(lambda: swarm.round_of("D") >= swarm.nodes["A"].log.round > 6)
+    assert all(node.log.last.excluded == ("B",) for node in swarm.nodes.values())
+    number = swarm.nodes["A"].log.round
+    swarm.network.kill("B")
+    swarm.start_again("B")
+    life = swarm.tasks.pop("B")
+    swarm.peers.pop("B")
+    swarm.nodes.pop("B")
+    await asyncio.wait({life}, timeout=300)
+    with pytest.raises(UserError, match="a proof excludes this peer"):
+        life.result()
+    await swarm.until_round(number + 2)
+    assert not any("B" in each.commit.members for each in swarm.nodes["D"].log.since(number - 1))
 
 
 @pytest.mark.slow
-def test_lost_slow_and_restarted_contributors_make_no_reducer_guilty() -> None:
-    async def main() -> None:
-        swarm = VirtualSwarm(campaign(total_steps=200, codec="int4"))
-        swarm.start_all("ABCD")
-        killed = list[str]()
+async def test_lost_slow_and_restarted_contributors_make_no_reducer_guilty() -> None:
+    swarm = VirtualSwarm(campaign(total_steps=200, codec="int4"))
+    swarm.start_all("ABCD")
+    killed = list[str]()
 
-        def kill_in_the_middle(peer: str, method: str, index: int) -> None:
-            if method == PUSH and index == 2 and peer in "ABCD" and len(killed) < 6:
-                number = swarm.nodes["W"].log.round
-                if number >= 1 + 2 * len(killed):
-                    killed.append(peer)
-                    swarm.network.kill(peer)
+    def kill_in_the_middle(peer: str, method: str, index: int) -> None:
+        if method == PUSH and index == 2 and peer in "ABCD" and len(killed) < 6:
+            number = swarm.nodes["W"].log.round
+            if number >= 1 + 2 * len(killed):
+                killed.append(peer)
+                swarm.network.kill(peer)
 
-        swarm.network.hook = kill_in_the_middle
-        done = 0
-        while swarm.nodes["W"].log.round < 14:
-            await asyncio.sleep(5.0)
-            while done < len(killed):
-                swarm.start_again(killed[done])
-                done += 1
-        assert len(killed) > 2
-        assert sum(each.results for each in checked(swarm)) > 8
-        assert not [each for each in checked(swarm) if each.wrong]
-        assert not swarm.nodes["W"].log.last.excluded
-
-    simulate(main)
+    swarm.network.hook = kill_in_the_middle
+    done = 0
+    while swarm.nodes["W"].log.round < 14:
+        await asyncio.sleep(5.0)
+        while done < len(killed):
+            swarm.start_again(killed[done])
+            done += 1
+    assert len(killed) > 2
+    assert sum(each.results for each in checked(swarm)) > 8
+    assert not [each for each in checked(swarm) if each.wrong]
+    assert not swarm.nodes["W"].log.last.excluded
 
 
 # Arithmetic ---------------------------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from spes_p2p.rounds.part_table import part_table
 from spes_p2p.rounds.plan import Rules, make_plan
 from spes_p2p.rounds.planned import BANDWIDTH_RATIO, Member, Place, Plan
 from spes_p2p.rounds.reducers import shares
-from spes_p2p.testing.simulate.swarm import EXPERTS, NUM_SAMPLES, VirtualSwarm, campaign, simulate
+from spes_p2p.testing.simulate.swarm import EXPERTS, NUM_SAMPLES, VirtualSwarm, campaign
 
 CAMPAIGN = campaign()
 RULES = Rules(CAMPAIGN.config, CAMPAIGN.hash, NUM_SAMPLES)
@@ -241,23 +241,20 @@ def test_another_members_samples_are_not_handed_out_again() -> None:
     assert [each.slices for each in plan.assignments] == [(Interval(0, 0, 20),), (Interval(0, 40, 60),)]
 
 
-def test_a_push_weighs_no_more_than_the_plan_says() -> None:
-    async def main() -> None:
-        nothing = (0,) * 4
-        plan = make_plan_of([member("A", 10, nothing), member("B", 10, nothing), member("W", 0, nothing)])
-        updates = random_updates(plan)
-        played = await Round.open(plan, updates, behind={"B": lambda part: 2**40}, clips=True)
-        await played.run()
-        base = np.zeros(LAYOUT.size, np.float32)
-        assert np.allclose(played.new_base("W", played.commit(), base), reference(plan, updates, base), atol=1e-6)
-
-    simulate(main)
+async def test_a_push_weighs_no_more_than_the_plan_says() -> None:
+    nothing = (0,) * 4
+    plan = make_plan_of([member("A", 10, nothing), member("B", 10, nothing), member("W", 0, nothing)])
+    updates = random_updates(plan)
+    played = await Round.open(plan, updates, behind={"B": lambda part: 2**40}, clips=True)
+    await played.run()
+    base = np.zeros(LAYOUT.size, np.float32)
+    assert np.allclose(played.new_base("W", played.commit(), base), reference(plan, updates, base), atol=1e-6)
 
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.long
-def test_no_claim_of_an_honest_swarm_is_clamped(overlap: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_no_claim_of_an_honest_swarm_is_clamped(overlap: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a straggler that returns samples, one that dies, and one that joins late."""
     made: list[tuple[Plan, dict[str, Announcement]]] = []
 
@@ -268,20 +265,16 @@ def test_no_claim_of_an_honest_swarm_is_clamped(overlap: bool, monkeypatch: pyte
         return made[-1][0]
 
     monkeypatch.setattr("spes_p2p.rounds.proposal.make_plan", make_and_note)
-
-    async def main() -> None:
-        swarm = VirtualSwarm(campaign(total_steps=100, sync={"overlap": overlap}))
-        swarm.start_all("ABC")
-        await swarm.until_round(2)
-        included = swarm.nodes["W"].log.commit_at(2)
-        assert {included.members[i] for i in included.heard} == set("ABC")
-        swarm.slow("B", 8.0)
-        await swarm.until_round(4)
-        swarm.kill("C")
-        swarm.start("D")
-        await swarm.until(lambda: all(swarm.tasks[peer].done() for peer in "ABD"))
-
-    simulate(main)
+    swarm = VirtualSwarm(campaign(total_steps=100, sync={"overlap": overlap}))
+    swarm.start_all("ABC")
+    await swarm.until_round(2)
+    included = swarm.nodes["W"].log.commit_at(2)
+    assert {included.members[i] for i in included.heard} == set("ABC")
+    swarm.slow("B", 8.0)
+    await swarm.until_round(4)
+    swarm.kill("C")
+    swarm.start("D")
+    await swarm.until(lambda: all(swarm.tasks[peer].done() for peer in "ABD"))
     assert any(announced.untrained for _, peers in made for announced in peers.values())
     for plan, peers in made:
         for each in plan.members:

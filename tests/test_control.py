@@ -77,35 +77,29 @@ async def finish(swarm: VirtualSwarm) -> None:
     assert all(peer.finished for peer in swarm.peers.values())
 
 
-def test_a_record_that_one_peer_got_holds_for_all_from_the_same_round_on() -> None:
-    async def main() -> None:
-        swarm = await paused()
-        assert len(set(applied(swarm, 1).values())) == 1
-        assert set(applied(swarm, 1)) == set("WABC")
-        pause = record(swarm, 1, "paused")
-        told = [recorder.of(Controlled) for recorder in swarm.recorders.values()]
-        assert told == [[Controlled(applied(swarm, 1)["A"], 1, "paused", "paused", "paused")]] * 4
-        assert all(node.controls.newest == pause for node in swarm.nodes.values())
-
-    simulate(main)
+async def test_a_record_that_one_peer_got_holds_for_all_from_the_same_round_on() -> None:
+    swarm = await paused()
+    assert len(set(applied(swarm, 1).values())) == 1
+    assert set(applied(swarm, 1)) == set("WABC")
+    pause = record(swarm, 1, "paused")
+    told = [recorder.of(Controlled) for recorder in swarm.recorders.values()]
+    assert told == [[Controlled(applied(swarm, 1)["A"], 1, "paused", "paused", "paused")]] * 4
+    assert all(node.controls.newest == pause for node in swarm.nodes.values())
 
 
 @pytest.mark.long
-def test_in_a_pause_nobody_trains_and_after_it_everything_goes_on_from_the_same_bits() -> None:
-    async def main() -> None:
-        swarm = await paused()
-        before, trained = swarm.peers["A"].replica.base, swarm.trained_tokens()
-        assert all(peer.replica.ledger.pending.tokens == 0 for peer in swarm.peers.values()), "the last phase is in the base"
-        await asyncio.sleep(300)
-        assert set(swarm.rounds().values()) == {before.round}
-        assert swarm.trained_tokens() == trained
-        await send(swarm, "C", record(swarm, 2, "running"))
-        await swarm.until_round(before.round + 1)
-        assert swarm.digests()[before.round + 1] == {before.digest}, "the round that resumes moves nothing"
-        await finish(swarm)
-        assert swarm.recorders["A"].of(RoundCommitted)[-1].campaign_step == 70
-
-    simulate(main)
+async def test_in_a_pause_nobody_trains_and_after_it_everything_goes_on_from_the_same_bits() -> None:
+    swarm = await paused()
+    before, trained = swarm.peers["A"].replica.base, swarm.trained_tokens()
+    assert all(peer.replica.ledger.pending.tokens == 0 for peer in swarm.peers.values()), "the last phase is in the base"
+    await asyncio.sleep(300)
+    assert set(swarm.rounds().values()) == {before.round}
+    assert swarm.trained_tokens() == trained
+    await send(swarm, "C", record(swarm, 2, "running"))
+    await swarm.until_round(before.round + 1)
+    assert swarm.digests()[before.round + 1] == {before.digest}, "the round that resumes moves nothing"
+    await finish(swarm)
+    assert swarm.recorders["A"].of(RoundCommitted)[-1].campaign_step == 70
 
 
 def test_a_pause_costs_no_work_and_changes_no_bit_of_what_follows() -> None:
@@ -134,171 +128,144 @@ def test_a_pause_costs_no_work_and_changes_no_bit_of_what_follows() -> None:
 @pytest.mark.parametrize("victims", ["first in rank", "W", "WABC"])
 @pytest.mark.sampled(1)
 @pytest.mark.long
-def test_a_pause_holds_when_those_who_wait_are_killed_and_come_back(victims: str) -> None:
-    async def main() -> None:
-        swarm = await paused()
-        number = swarm.round_of("A")
-        killed = swarm.nodes["A"].coordinators()[0] if victims == "first in rank" else victims
-        for name in killed:
-            swarm.kill(name)
-        await asyncio.sleep(100)
-        for name in killed:
-            swarm.start_again(name)
-        await asyncio.sleep(100)
-        assert {node.log.round for node in swarm.nodes.values()} == {number}
-        assert hold(swarm, "paused")
-        await send(swarm, "A", record(swarm, 2, "running"))
-        await finish(swarm)
-
-    simulate(main)
+async def test_a_pause_holds_when_those_who_wait_are_killed_and_come_back(victims: str) -> None:
+    swarm = await paused()
+    number = swarm.round_of("A")
+    killed = swarm.nodes["A"].coordinators()[0] if victims == "first in rank" else victims
+    for name in killed:
+        swarm.kill(name)
+    await asyncio.sleep(100)
+    for name in killed:
+        swarm.start_again(name)
+    await asyncio.sleep(100)
+    assert {node.log.round for node in swarm.nodes.values()} == {number}
+    assert hold(swarm, "paused")
+    await send(swarm, "A", record(swarm, 2, "running"))
+    await finish(swarm)
 
 
 @pytest.mark.long
-def test_a_pause_holds_when_every_trainer_has_gone_and_another_comes() -> None:
-    async def main() -> None:
-        swarm = await paused()
-        for name in "ABC":
-            swarm.kill(name)
-        await asyncio.sleep(50)
-        swarm.start("D")
-        await swarm.until(lambda: swarm.round_of("D") >= 0)
-        await asyncio.sleep(200)
-        assert hold(swarm, "paused")
-        assert swarm.trained_tokens() == swarm.recorders["W"].of(RoundCommitted)[-1].total_tokens
-        await send(swarm, "W", record(swarm, 2, "running"))
-        await swarm.until(lambda: swarm.tasks["D"].done())
-        assert swarm.peers["D"].finished
-
-    simulate(main)
+async def test_a_pause_holds_when_every_trainer_has_gone_and_another_comes() -> None:
+    swarm = await paused()
+    for name in "ABC":
+        swarm.kill(name)
+    await asyncio.sleep(50)
+    swarm.start("D")
+    await swarm.until(lambda: swarm.round_of("D") >= 0)
+    await asyncio.sleep(200)
+    assert hold(swarm, "paused")
+    assert swarm.trained_tokens() == swarm.recorders["W"].of(RoundCommitted)[-1].total_tokens
+    await send(swarm, "W", record(swarm, 2, "running"))
+    await swarm.until(lambda: swarm.tasks["D"].done())
+    assert swarm.peers["D"].finished
 
 
 @pytest.mark.long
-def test_where_rounds_overlap_training_a_pause_keeps_the_work_of_the_phase_under_way_for_the_round_that_resumes() -> None:
-    async def main() -> None:
-        swarm = await paused(overlap=True)
-        await asyncio.sleep(100)
-        before, trained = swarm.peers["A"].replica.base, swarm.trained_tokens()
-        assert all(peer.replica.ledger.pending.tokens for peer in swarm.peers.values())
-        await asyncio.sleep(300)
-        assert swarm.trained_tokens() == trained
-        assert set(swarm.rounds().values()) == {before.round}
-        swarm.restart("B")
-        await send(swarm, "C", record(swarm, 2, "running"))
-        await finish(swarm)
-        commits = swarm.recorders["A"].commits()
-        assert commits[before.round + 1].total_tokens == trained
-        assert max(commits.values(), key=lambda commit: commit.round).total_tokens == swarm.trained_tokens()
-
-    simulate(main)
+async def test_where_rounds_overlap_training_a_pause_keeps_the_work_of_the_phase_under_way_for_the_round_that_resumes() -> None:
+    swarm = await paused(overlap=True)
+    await asyncio.sleep(100)
+    before, trained = swarm.peers["A"].replica.base, swarm.trained_tokens()
+    assert all(peer.replica.ledger.pending.tokens for peer in swarm.peers.values())
+    await asyncio.sleep(300)
+    assert swarm.trained_tokens() == trained
+    assert set(swarm.rounds().values()) == {before.round}
+    swarm.restart("B")
+    await send(swarm, "C", record(swarm, 2, "running"))
+    await finish(swarm)
+    commits = swarm.recorders["A"].commits()
+    assert commits[before.round + 1].total_tokens == trained
+    assert max(commits.values(), key=lambda commit: commit.round).total_tokens == swarm.trained_tokens()
 
 
 @pytest.mark.long
-def test_who_joins_a_paused_swarm_waits_with_the_others_and_trains_when_it_goes_on() -> None:
-    async def main() -> None:
-        swarm = await paused()
-        number = swarm.round_of("A")
-        swarm.start("D")
-        await swarm.until(lambda: swarm.round_of("D") == number)
-        await asyncio.sleep(50)
-        assert swarm.recorders["D"].of(Controlled) == [Controlled(number, 1, "paused", "paused", "paused")]
-        await send(swarm, "D", record(swarm, 2, "running"))
-        await swarm.until_round(number + 2)
-        assert set(applied(swarm, 2)) == set("WABCD")
-        assert len(set(applied(swarm, 2).values())) == 1
-        assert "D" in swarm.recorders["A"].commits()[number + 1].members
-        await finish(swarm)
-
-    simulate(main)
+async def test_who_joins_a_paused_swarm_waits_with_the_others_and_trains_when_it_goes_on() -> None:
+    swarm = await paused()
+    number = swarm.round_of("A")
+    swarm.start("D")
+    await swarm.until(lambda: swarm.round_of("D") == number)
+    await asyncio.sleep(50)
+    assert swarm.recorders["D"].of(Controlled) == [Controlled(number, 1, "paused", "paused", "paused")]
+    await send(swarm, "D", record(swarm, 2, "running"))
+    await swarm.until_round(number + 2)
+    assert set(applied(swarm, 2)) == set("WABCD")
+    assert len(set(applied(swarm, 2).values())) == 1
+    assert "D" in swarm.recorders["A"].commits()[number + 1].members
+    await finish(swarm)
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_a_stop_ends_the_campaign_for_all_after_the_round_that_applies_it(overlap: bool) -> None:
-    async def main() -> None:
-        swarm = VirtualSwarm(campaign(total_steps=1000, sync={"overlap": overlap}))
-        swarm.start_all()
-        await swarm.until_round(2)
-        await send(swarm, "A", record(swarm, 1, "stopped"))
-        await finish(swarm)
-        assert set(swarm.rounds().values()) == {applied(swarm, 1)["W"]}
-        lost = sum(event.tokens for recorder in swarm.recorders.values() for event in recorder.of(WorkDropped))
-        assert bool(lost) == overlap
-        assert swarm.trained_tokens() == swarm.recorders["A"].of(RoundCommitted)[-1].total_tokens + lost
-        swarm.start("D")
-        await swarm.until(lambda: swarm.tasks["D"].done())
-        assert swarm.peers["D"].replica.base.digest == swarm.helper.replica.base.digest
-        answer = await send(swarm, "W", record(swarm, 2, "running"))
-        assert answer.newest == record(swarm, 1, "stopped"), "nothing follows a stop"
-
-    simulate(main)
+async def test_a_stop_ends_the_campaign_for_all_after_the_round_that_applies_it(overlap: bool) -> None:
+    swarm = VirtualSwarm(campaign(total_steps=1000, sync={"overlap": overlap}))
+    swarm.start_all()
+    await swarm.until_round(2)
+    await send(swarm, "A", record(swarm, 1, "stopped"))
+    await finish(swarm)
+    assert set(swarm.rounds().values()) == {applied(swarm, 1)["W"]}
+    lost = sum(event.tokens for recorder in swarm.recorders.values() for event in recorder.of(WorkDropped))
+    assert bool(lost) == overlap
+    assert swarm.trained_tokens() == swarm.recorders["A"].of(RoundCommitted)[-1].total_tokens + lost
+    swarm.start("D")
+    await swarm.until(lambda: swarm.tasks["D"].done())
+    assert swarm.peers["D"].replica.base.digest == swarm.helper.replica.base.digest
+    answer = await send(swarm, "W", record(swarm, 2, "running"))
+    assert answer.newest == record(swarm, 1, "stopped"), "nothing follows a stop"
 
 
-def test_a_record_of_anybody_else_or_of_another_campaign_is_refused() -> None:
-    async def main() -> None:
-        swarm = VirtualSwarm(campaign(total_steps=60))
-        swarm.start_all()
-        await swarm.until_round(1)
-        good = record(swarm, 1, "stopped")
-        forged = [
-            record(swarm, 1, "stopped", signer="A"),
-            record(swarm, 1, "stopped", campaign="0" * 64),
-            replace(good, number=2),
-            replace(record(swarm, 1, "paused"), state="stopped"),
-            replace(good, signature=b""),
-        ]
-        for control in forged:
-            with pytest.raises(Refused, match="did not sign"):
-                await send(swarm, "B", control)
-        await finish(swarm)
-        assert all(node.log.last.control is None for node in swarm.nodes.values())
-
-    simulate(main)
+async def test_a_record_of_anybody_else_or_of_another_campaign_is_refused() -> None:
+    swarm = VirtualSwarm(campaign(total_steps=60))
+    swarm.start_all()
+    await swarm.until_round(1)
+    good = record(swarm, 1, "stopped")
+    forged = [
+        record(swarm, 1, "stopped", signer="A"),
+        record(swarm, 1, "stopped", campaign="0" * 64),
+        replace(good, number=2),
+        replace(record(swarm, 1, "paused"), state="stopped"),
+        replace(good, signature=b""),
+    ]
+    for control in forged:
+        with pytest.raises(Refused, match="did not sign"):
+            await send(swarm, "B", control)
+    await finish(swarm)
+    assert all(node.log.last.control is None for node in swarm.nodes.values())
 
 
 @pytest.mark.long
-def test_a_record_that_is_sent_again_or_too_late_changes_nothing() -> None:
-    async def main() -> None:
-        swarm = await paused()
-        await send(swarm, "A", record(swarm, 3, "running"))
-        await swarm.until(lambda: hold(swarm, "running"))
-        for late in (record(swarm, 1, "paused"), record(swarm, 2, "stopped"), record(swarm, 3, "stopped")):
-            answer = await send(swarm, "B", late)
-            assert answer.newest == record(swarm, 3, "running")
-        await finish(swarm)
-        assert number_of(swarm.peers["A"].node.log.last.control) == 3
-
-    simulate(main)
+async def test_a_record_that_is_sent_again_or_too_late_changes_nothing() -> None:
+    swarm = await paused()
+    await send(swarm, "A", record(swarm, 3, "running"))
+    await swarm.until(lambda: hold(swarm, "running"))
+    for late in (record(swarm, 1, "paused"), record(swarm, 2, "stopped"), record(swarm, 3, "stopped")):
+        answer = await send(swarm, "B", late)
+        assert answer.newest == record(swarm, 3, "running")
+    await finish(swarm)
+    assert number_of(swarm.peers["A"].node.log.last.control) == 3
 
 
 @pytest.mark.long
-def test_of_two_records_that_wait_for_a_round_the_newer_one_holds() -> None:
-    async def main() -> None:
-        swarm = VirtualSwarm(campaign(total_steps=60), seconds_per_step=2.0)  # time for two meetings in a phase
-        swarm.start_all()
-        await swarm.until_round(1)
-        await send(swarm, "A", record(swarm, 2, "running"))
-        await send(swarm, "B", record(swarm, 1, "stopped"))
-        await finish(swarm)
-        assert swarm.peers["A"].node.log.last.step == 60
-        assert not applied(swarm, 1)
-
-    simulate(main)
+async def test_of_two_records_that_wait_for_a_round_the_newer_one_holds() -> None:
+    swarm = VirtualSwarm(campaign(total_steps=60), seconds_per_step=2.0)  # time for two meetings in a phase
+    swarm.start_all()
+    await swarm.until_round(1)
+    await send(swarm, "A", record(swarm, 2, "running"))
+    await send(swarm, "B", record(swarm, 1, "stopped"))
+    await finish(swarm)
+    assert swarm.peers["A"].node.log.last.step == 60
+    assert not applied(swarm, 1)
 
 
 @pytest.mark.long
-def test_a_damaged_record_on_the_disk_is_learned_again() -> None:
-    async def main() -> None:
-        swarm = await paused()
-        for name in "AB":
-            swarm.kill(name)
-            swarm.stores[name] = swarm.stores[name].reopen()
-            swarm.stores[name].write(CONTROL, [b"garbage"])
-            swarm.start_again(name)
-        await asyncio.sleep(50)
-        assert hold(swarm, "paused")
-        await send(swarm, "C", record(swarm, 2, "running"))
-        await finish(swarm)
-
-    simulate(main)
+async def test_a_damaged_record_on_the_disk_is_learned_again() -> None:
+    swarm = await paused()
+    for name in "AB":
+        swarm.kill(name)
+        swarm.stores[name] = swarm.stores[name].reopen()
+        swarm.stores[name].write(CONTROL, [b"garbage"])
+        swarm.start_again(name)
+    await asyncio.sleep(50)
+    assert hold(swarm, "paused")
+    await send(swarm, "C", record(swarm, 2, "running"))
+    await finish(swarm)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -363,26 +330,23 @@ def rollback_of(swarm: VirtualSwarm, number: int) -> int:
 @pytest.mark.parametrize(("codec", "overlap"), [("fp16", False), ("int8", False), ("fp16", True)])
 @pytest.mark.sampled(1)
 @pytest.mark.long
-def test_a_rollback_takes_everybody_back_to_the_same_bits_and_training_goes_on(codec: str, overlap: bool) -> None:
-    async def main() -> None:
-        swarm = await archiving(sync={"codec": codec, "overlap": overlap}, outer={"shared_momentum": 0.9})
-        there = swarm.digests()[4].pop()
-        await send(swarm, "A", record(swarm, 1, rollback=4))
-        await swarm.until(lambda: set(applied(swarm, 1)) == set("WABC"))
-        number = rollback_of(swarm, 1)
-        commit = swarm.nodes["A"].log.commit_at(number)
-        assert (commit.base_digest, commit.step) == (there, swarm.nodes["A"].log.commit_at(4).step)
-        await swarm.until_round(number + 1)
-        for name in "WABC":
-            back = [event for event in swarm.recorders[name].of(BaseRestored) if event.source == "rollback"]
-            assert [(event.round, event.base_digest, event.campaign_step) for event in back] == [(number, there, commit.step)]
-        dropped = [swarm.recorders[name].of(WorkDropped) for name in "ABC"]
-        assert [[event.reason for event in each] for each in dropped] == [["the campaign was rolled back"]] * 3
-        await finish(swarm)
-        assert swarm.recorders["A"].of(RoundCommitted)[-1].campaign_step == 100
-        assert all(not replica_differs(swarm, name) for name in "ABC")
-
-    simulate(main)
+async def test_a_rollback_takes_everybody_back_to_the_same_bits_and_training_goes_on(codec: str, overlap: bool) -> None:
+    swarm = await archiving(sync={"codec": codec, "overlap": overlap}, outer={"shared_momentum": 0.9})
+    there = swarm.digests()[4].pop()
+    await send(swarm, "A", record(swarm, 1, rollback=4))
+    await swarm.until(lambda: set(applied(swarm, 1)) == set("WABC"))
+    number = rollback_of(swarm, 1)
+    commit = swarm.nodes["A"].log.commit_at(number)
+    assert (commit.base_digest, commit.step) == (there, swarm.nodes["A"].log.commit_at(4).step)
+    await swarm.until_round(number + 1)
+    for name in "WABC":
+        back = [event for event in swarm.recorders[name].of(BaseRestored) if event.source == "rollback"]
+        assert [(event.round, event.base_digest, event.campaign_step) for event in back] == [(number, there, commit.step)]
+    dropped = [swarm.recorders[name].of(WorkDropped) for name in "ABC"]
+    assert [[event.reason for event in each] for each in dropped] == [["the campaign was rolled back"]] * 3
+    await finish(swarm)
+    assert swarm.recorders["A"].of(RoundCommitted)[-1].campaign_step == 100
+    assert all(not replica_differs(swarm, name) for name in "ABC")
 
 
 def replica_differs(swarm: VirtualSwarm, name: str) -> bool:
@@ -390,105 +354,89 @@ def replica_differs(swarm: VirtualSwarm, name: str) -> bool:
 
 
 @pytest.mark.long
-def test_who_was_away_during_a_rollback_follows_it_and_who_joins_later_begins_after_it() -> None:
-    async def main() -> None:
-        swarm = await archiving()
-        await asyncio.sleep(3)
-        swarm.kill("C")
-        await send(swarm, "A", record(swarm, 1, rollback=4))
-        await swarm.until(lambda: set(applied(swarm, 1)) == set("WAB"))
-        number = rollback_of(swarm, 1)
-        await swarm.until_round(number + 1)
-        swarm.start_again("C")
-        swarm.start("D")
-        await swarm.until(lambda: min(swarm.round_of("C"), swarm.round_of("D")) > number)
-        assert rollback_of(swarm, 1) == number
-        await finish(swarm)
-        assert swarm.samples["D"]
-
-    simulate(main)
+async def test_who_was_away_during_a_rollback_follows_it_and_who_joins_later_begins_after_it() -> None:
+    swarm = await archiving()
+    await asyncio.sleep(3)
+    swarm.kill("C")
+    await send(swarm, "A", record(swarm, 1, rollback=4))
+    await swarm.until(lambda: set(applied(swarm, 1)) == set("WAB"))
+    number = rollback_of(swarm, 1)
+    await swarm.until_round(number + 1)
+    swarm.start_again("C")
+    swarm.start("D")
+    await swarm.until(lambda: min(swarm.round_of("C"), swarm.round_of("D")) > number)
+    assert rollback_of(swarm, 1) == number
+    await finish(swarm)
+    assert swarm.samples["D"]
 
 
 @pytest.mark.long
-def test_a_rollback_whose_base_nobody_here_keeps_waits_for_who_does_and_stops_no_round() -> None:
-    async def main() -> None:
-        swarm = await archiving()
-        swarm.kill("W")
-        await send(swarm, "A", record(swarm, 1, rollback=4))
-        await swarm.until_round(8)
-        assert not applied(swarm, 1)
-        swarm.start_again("W")
-        await swarm.until(lambda: set(applied(swarm, 1)) == set("WABC"))
-        assert 4 in archived_rounds(swarm.stores["W"]), "the base that is gone back to stays"
-        await finish(swarm)
-        assert swarm.nodes["A"].log.commit_at(rollback_of(swarm, 1)).step == 40
-
-    simulate(main)
+async def test_a_rollback_whose_base_nobody_here_keeps_waits_for_who_does_and_stops_no_round() -> None:
+    swarm = await archiving()
+    swarm.kill("W")
+    await send(swarm, "A", record(swarm, 1, rollback=4))
+    await swarm.until_round(8)
+    assert not applied(swarm, 1)
+    swarm.start_again("W")
+    await swarm.until(lambda: set(applied(swarm, 1)) == set("WABC"))
+    assert 4 in archived_rounds(swarm.stores["W"]), "the base that is gone back to stays"
+    await finish(swarm)
+    assert swarm.nodes["A"].log.commit_at(rollback_of(swarm, 1)).step == 40
 
 
 @pytest.mark.long
-def test_a_paused_campaign_that_is_rolled_back_stays_paused() -> None:
-    async def main() -> None:
-        swarm = await archiving()
-        await send(swarm, "A", record(swarm, 1, "paused"))
-        await swarm.until(lambda: hold(swarm, "paused"))
-        trained = swarm.trained_tokens()
-        await send(swarm, "A", record(swarm, 2, "paused", rollback=4))
-        await swarm.until(lambda: len(applied(swarm, 2)) == 4)
-        await asyncio.sleep(100)
-        assert {node.log.round for node in swarm.nodes.values()} == {rollback_of(swarm, 2)}
-        assert swarm.trained_tokens() == trained
-        await send(swarm, "A", record(swarm, 3, "running"))
-        await finish(swarm)
-
-    simulate(main)
+async def test_a_paused_campaign_that_is_rolled_back_stays_paused() -> None:
+    swarm = await archiving()
+    await send(swarm, "A", record(swarm, 1, "paused"))
+    await swarm.until(lambda: hold(swarm, "paused"))
+    trained = swarm.trained_tokens()
+    await send(swarm, "A", record(swarm, 2, "paused", rollback=4))
+    await swarm.until(lambda: len(applied(swarm, 2)) == 4)
+    await asyncio.sleep(100)
+    assert {node.log.round for node in swarm.nodes.values()} == {rollback_of(swarm, 2)}
+    assert swarm.trained_tokens() == trained
+    await send(swarm, "A", record(swarm, 3, "running"))
+    await finish(swarm)
 
 
 @pytest.mark.parametrize("victim", ["the coordinator", "W"])
 @pytest.mark.sampled(1)
 @pytest.mark.long
-def test_who_is_killed_while_it_goes_back_goes_on_from_there(victim: str) -> None:
-    async def main() -> None:
-        swarm = await archiving(sync={"reform_after_s": 30.0})
-        await send(swarm, "A", record(swarm, 1, rollback=4))
-        await swarm.until(lambda: bool(applied(swarm, 1)), 100)
-        name = swarm.nodes["A"].coordinators()[0] if victim == "the coordinator" else victim
-        swarm.restart(name)
-        await finish(swarm)
-        assert swarm.nodes["A"].log.commit_at(rollback_of(swarm, 1)).step == 40
-
-    simulate(main)
+async def test_who_is_killed_while_it_goes_back_goes_on_from_there(victim: str) -> None:
+    swarm = await archiving(sync={"reform_after_s": 30.0})
+    await send(swarm, "A", record(swarm, 1, rollback=4))
+    await swarm.until(lambda: bool(applied(swarm, 1)), 100)
+    name = swarm.nodes["A"].coordinators()[0] if victim == "the coordinator" else victim
+    swarm.restart(name)
+    await finish(swarm)
+    assert swarm.nodes["A"].log.commit_at(rollback_of(swarm, 1)).step == 40
 
 
 @pytest.mark.long
-def test_a_commit_without_a_plan_is_no_commit_unless_the_owners_record_leads_to_it() -> None:
+async def test_a_commit_without_a_plan_is_no_commit_unless_the_owners_record_leads_to_it() -> None:
     """What a majority of liars could sign: nobody takes it up."""
-
-    async def main() -> None:
-        swarm = await archiving()
-        log, parent = swarm.nodes["A"].log, swarm.nodes["A"].log.last
-        good = log.rolled_back(parent, record(swarm, 1, rollback=4))
-        assert good is not None
-        assert log.leads_to(parent, good)
-        assert log.rolled_back(parent, record(swarm, 1, rollback=parent.round)) is None, "nobody has certified that base yet"
-        wrong = [
-            replace(good, base_digest="0" * 64),
-            replace(good, step=good.step + 10),
-            replace(good, control=None),
-            replace(good, control=parent.control, plan="p", base_digest=parent.base_digest, helpers=("A",)),
-            replace(good, control=record(swarm, 1, rollback=4, signer="A")),
-            replace(good, control=record(swarm, 1), plan=""),
-            replace(good, plan="p"),
-            replace(good, plan="p", control=record(swarm, 1, "paused", signer="A")),
-        ]
-        ballot = Ballot(1, "A")
-        for commit in wrong:
-            message = vote_message(ballot, commit.id)
-            votes = tuple(Vote(name, SimulatedIdentity(name).sign(message)) for name in parent.electorate)
-            with pytest.raises(Refused, match="does not hold"):
-                log.admits(CertifiedCommit(commit, ballot, votes))
-
-    simulate(main)
+    swarm = await archiving()
+    log, parent = swarm.nodes["A"].log, swarm.nodes["A"].log.last
+    good = log.rolled_back(parent, record(swarm, 1, rollback=4))
+    assert good is not None
+    assert log.leads_to(parent, good)
+    assert log.rolled_back(parent, record(swarm, 1, rollback=parent.round)) is None, "nobody has certified that base yet"
+    wrong = [
+        replace(good, base_digest="0" * 64),
+        replace(good, step=good.step + 10),
+        replace(good, control=None),
+        replace(good, control=parent.control, plan="p", base_digest=parent.base_digest, helpers=("A",)),
+        replace(good, control=record(swarm, 1, rollback=4, signer="A")),
+        replace(good, control=record(swarm, 1), plan=""),
+        replace(good, plan="p"),
+        replace(good, plan="p", control=record(swarm, 1, "paused", signer="A")),
+    ]
+    ballot = Ballot(1, "A")
+    for commit in wrong:
+        message = vote_message(ballot, commit.id)
+        votes = tuple(Vote(name, SimulatedIdentity(name).sign(message)) for name in parent.electorate)
+        with pytest.raises(Refused, match="does not hold"):
+            log.admits(CertifiedCommit(commit, ballot, votes))
 
 
 # Another schedule -------------------------------------------------------------------------------------------------------
@@ -505,26 +453,23 @@ def rates(swarm: VirtualSwarm) -> dict[int, set[float]]:
 
 
 @pytest.mark.long
-def test_another_schedule_holds_for_all_from_its_round_on_for_joiners_and_after_rejoins_too() -> None:
-    async def main() -> None:
-        swarm = VirtualSwarm(campaign(total_steps=100))
-        swarm.start_all()
-        await swarm.until_round(1)
-        change = Change(5, '{"learning_rate":0.5,"min_lr_ratio":1.0}')
-        await send(swarm, "B", record(swarm, 1, changes=(change,)))
-        await swarm.until_round(4)
-        swarm.kill("C")
-        swarm.start("D")
-        await swarm.until(lambda: swarm.round_of("D") >= 5)
-        swarm.start_again("C")
-        swarm.restart("A")
-        await finish(swarm)
-        assert rates(swarm) == {number: {1e-3 if number < 5 else 0.5} for number in range(1, 11)}
-        assert set(swarm.phases["D"]) >= {7, 8, 9, 10}
-        shown = [{c.round: c.learning_rate for c in r.commits().values() if c.round >= 5} for r in swarm.recorders.values()]
-        assert {rate for each in shown for rate in each.values()} == {0.5}
-
-    simulate(main)
+async def test_another_schedule_holds_for_all_from_its_round_on_for_joiners_and_after_rejoins_too() -> None:
+    swarm = VirtualSwarm(campaign(total_steps=100))
+    swarm.start_all()
+    await swarm.until_round(1)
+    change = Change(5, '{"learning_rate":0.5,"min_lr_ratio":1.0}')
+    await send(swarm, "B", record(swarm, 1, changes=(change,)))
+    await swarm.until_round(4)
+    swarm.kill("C")
+    swarm.start("D")
+    await swarm.until(lambda: swarm.round_of("D") >= 5)
+    swarm.start_again("C")
+    swarm.restart("A")
+    await finish(swarm)
+    assert rates(swarm) == {number: {1e-3 if number < 5 else 0.5} for number in range(1, 11)}
+    assert set(swarm.phases["D"]) >= {7, 8, 9, 10}
+    shown = [{c.round: c.learning_rate for c in r.commits().values() if c.round >= 5} for r in swarm.recorders.values()]
+    assert {rate for each in shown for rate in each.values()} == {0.5}
 
 
 @pytest.mark.parametrize(("fields", "steps"), [
@@ -537,65 +482,57 @@ def test_another_schedule_holds_for_all_from_its_round_on_for_joiners_and_after_
     ("[[", [10, 20, 30, 40, 50, 60]),
 ])  # fmt: skip
 @pytest.mark.sampled(1)
-def test_the_campaign_ends_where_the_schedule_says_and_what_cannot_be_is_left_out_by_all(fields: str, steps: list[int]) -> None:
-    async def main() -> None:
-        swarm = VirtualSwarm(campaign(total_steps=60))
-        swarm.start_all()
-        await swarm.until_round(1)
-        await send(swarm, "A", record(swarm, 1, changes=(Change(4, fields),)))
-        await finish(swarm)
-        commits = list(swarm.recorders["A"].commits().values())
-        assert [commit.campaign_step for commit in commits] == [0, *steps]
-        assert {commit.total_rounds for commit in commits[4:]} == {len(steps)} or len(steps) < 4
-
-    simulate(main)
+async def test_the_campaign_ends_where_the_schedule_says_and_what_cannot_be_is_left_out_by_all(
+    fields: str, steps: list[int]
+) -> None:
+    swarm = VirtualSwarm(campaign(total_steps=60))
+    swarm.start_all()
+    await swarm.until_round(1)
+    await send(swarm, "A", record(swarm, 1, changes=(Change(4, fields),)))
+    await finish(swarm)
+    commits = list(swarm.recorders["A"].commits().values())
+    assert [commit.campaign_step for commit in commits] == [0, *steps]
+    assert {commit.total_rounds for commit in commits[4:]} == {len(steps)} or len(steps) < 4
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("overlap", [False, True])
-def test_a_complete_campaign_goes_on_when_its_owner_adds_steps(overlap: bool, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_complete_campaign_goes_on_when_its_owner_adds_steps(overlap: bool, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-
-    async def main() -> None:
-        swarm = VirtualSwarm(campaign(total_steps=40, sync={"overlap": overlap}), checkpoint_every_s=1e6)
-        swarm.start_all()
-        await finish(swarm)
-        await asyncio.gather(*(swarm.tasks[name] for name in "ABC"))
-        last = swarm.nodes["W"].log.round
-        await asyncio.sleep(100)
-        for name in "ABC":
-            swarm.network.kill(name)
-        more = Change(last + 1, '{"total_steps":70}')
-        await send(swarm, "W", record(swarm, 1, changes=(more,)))
-        await asyncio.sleep(100)
-        assert not swarm.recorders["W"].of(RoundFailed), "who left after the last round is not waited for"
-        for name in "ABC":
-            swarm.start_again(name)
-        swarm.start("D")
-        await finish(swarm)
-        assert swarm.recorders["A"].of(RoundCommitted)[-1].campaign_step == 70
-        assert swarm.recorders["D"].of(RoundCommitted)[-1].campaign_step == 70
-        assert swarm.recorders["W"].commits()[last + 1].campaign_step == 40, "this round brings the order"
-        with_its_moments = f"with the moments of this trainer when it left after round {last}"
-        assert sum(with_its_moments in line for line in caplog.messages) == 3
-        assert not any("no checkpoint of round" in line for line in caplog.messages)
-
-    simulate(main)
+    swarm = VirtualSwarm(campaign(total_steps=40, sync={"overlap": overlap}), checkpoint_every_s=1e6)
+    swarm.start_all()
+    await finish(swarm)
+    await asyncio.gather(*(swarm.tasks[name] for name in "ABC"))
+    last = swarm.nodes["W"].log.round
+    await asyncio.sleep(100)
+    for name in "ABC":
+        swarm.network.kill(name)
+    more = Change(last + 1, '{"total_steps":70}')
+    await send(swarm, "W", record(swarm, 1, changes=(more,)))
+    await asyncio.sleep(100)
+    assert not swarm.recorders["W"].of(RoundFailed), "who left after the last round is not waited for"
+    for name in "ABC":
+        swarm.start_again(name)
+    swarm.start("D")
+    await finish(swarm)
+    assert swarm.recorders["A"].of(RoundCommitted)[-1].campaign_step == 70
+    assert swarm.recorders["D"].of(RoundCommitted)[-1].campaign_step == 70
+    assert swarm.recorders["W"].commits()[last + 1].campaign_step == 40, "this round brings the order"
+    with_its_moments = f"with the moments of this trainer when it left after round {last}"
+    assert sum(with_its_moments in line for line in caplog.messages) == 3
+    assert not any("no checkpoint of round" in line for line in caplog.messages)
 
 
 @pytest.mark.long
-def test_trainers_that_still_serve_the_last_round_stay_when_steps_are_added() -> None:
-    async def main() -> None:
-        swarm = VirtualSwarm(campaign(total_steps=40, evaluation={"every_rounds": 1}, data={"validation_manifest": "v"}))
-        swarm.evaluation_s = 10.0
-        swarm.start_all()
-        await swarm.until(lambda: swarm.nodes["W"].log.last.step == 40)
-        await send(swarm, "W", record(swarm, 1, changes=(Change(swarm.nodes["W"].log.round + 1, '{"total_steps":60}'),)))
-        assert not any(task.done() for task in swarm.tasks.values())
-        await swarm.until(lambda: swarm.nodes["W"].log.last.step == 60)
-        await finish(swarm)
-
-    simulate(main)
+async def test_trainers_that_still_serve_the_last_round_stay_when_steps_are_added() -> None:
+    swarm = VirtualSwarm(campaign(total_steps=40, evaluation={"every_rounds": 1}, data={"validation_manifest": "v"}))
+    swarm.evaluation_s = 10.0
+    swarm.start_all()
+    await swarm.until(lambda: swarm.nodes["W"].log.last.step == 40)
+    await send(swarm, "W", record(swarm, 1, changes=(Change(swarm.nodes["W"].log.round + 1, '{"total_steps":60}'),)))
+    assert not any(task.done() for task in swarm.tasks.values())
+    await swarm.until(lambda: swarm.nodes["W"].log.last.step == 60)
+    await finish(swarm)
 
 
 def test_a_complete_campaign_takes_only_orders_that_add_steps() -> None:
@@ -763,26 +700,23 @@ def test_an_order_keeps_what_was_ordered_before() -> None:
         assert (training.learning_rate, training.total_steps) == expected
 
 
-def test_an_order_follows_one_that_is_not_decided_yet_unless_that_rolls_back_to_a_base_that_somebody_keeps() -> None:
-    async def main() -> None:
-        swarm = VirtualSwarm(campaign())
-        identity, config = SimulatedIdentity("visitor"), swarm.campaign.config
+async def test_an_order_follows_one_that_is_not_decided_yet_unless_that_rolls_back_to_a_base_that_somebody_keeps() -> None:
+    swarm = VirtualSwarm(campaign())
+    identity, config = SimulatedIdentity("visitor"), swarm.campaign.config
 
-        def seen(newest: Control, applied: Control | None = None) -> CampaignView:
-            log = CommitLog(identity, replace(swarm.genesis, round=5, step=50, control=applied))
-            return _view(log, identity, config, {OWNER: Known(newest, 1, 5, 50, (4,))}, "address")
+    def seen(newest: Control, applied: Control | None = None) -> CampaignView:
+        log = CommitLog(identity, replace(swarm.genesis, round=5, step=50, control=applied))
+        return _view(log, identity, config, {OWNER: Known(newest, 1, 5, 50, (4,))}, "address")
 
-        stopped = record(swarm, 2, "stopped")
-        assert parse_order(["resume"])(seen(stopped)).number == 3
-        with pytest.raises(UserError, match="the rollback to round 4 is still pending"):
-            seen(record(swarm, 2, rollback=4))
-        waits = seen(record(swarm, 2, rollback=3))
-        paused = parse_order(["pause"])(waits)
-        assert (paused.number, paused.rollback, revoked(paused, waits)) == (3, -1, "order 2 (rolled back to round 3)")
-        with pytest.raises(UserError, match="stopped permanently"):
-            seen(stopped, stopped)
-
-    simulate(main)
+    stopped = record(swarm, 2, "stopped")
+    assert parse_order(["resume"])(seen(stopped)).number == 3
+    with pytest.raises(UserError, match="the rollback to round 4 is still pending"):
+        seen(record(swarm, 2, rollback=4))
+    waits = seen(record(swarm, 2, rollback=3))
+    paused = parse_order(["pause"])(waits)
+    assert (paused.number, paused.rollback, revoked(paused, waits)) == (3, -1, "order 2 (rolled back to round 3)")
+    with pytest.raises(UserError, match="stopped permanently"):
+        seen(stopped, stopped)
 
 
 @pytest.mark.parametrize(("admission", "kept"), [("friends", (1, 2, 3)), ("invite", (1, 2)), ("open", (1, 2))])

@@ -23,7 +23,7 @@ from spes_p2p.rounds.parts import part_ranges
 from spes_p2p.rounds.results import KEPT_ROUNDS, Results
 from spes_p2p.storage.tensor_file import Source, read_tensors, whole
 from spes_p2p.testing.memory_store import MemoryStore
-from spes_p2p.testing.simulate.swarm import LAYOUT, RecordingTrainer, VirtualSwarm, campaign, simulate
+from spes_p2p.testing.simulate.swarm import LAYOUT, RecordingTrainer, VirtualSwarm, campaign
 from spes_p2p.testing.synthetic import SyntheticTrainer
 from spes_p2p.training.checkpoint import (
     checkpoint_names,
@@ -74,82 +74,70 @@ def base_on_disk(swarm: VirtualSwarm, name: str) -> int:
 
 
 @pytest.mark.long
-def test_a_base_in_memory_is_written_every_few_rounds_and_at_the_end() -> None:
-    async def main() -> None:
-        swarm, writes = in_memory_swarm(NEVER_S)
-        await swarm.until_finished()
-        swarm.assert_replicas_agree()
-        last = swarm.nodes["W"].log.round
-        assert last == 14
-        assert writes.by_blob[BASE] <= last // KEPT_ROUNDS + 2, "the first one, every fourth one, the last one"
-        assert writes.by_blob["checkpoint"] == 2, "that of the first round, and the moments at the end"
-        assert base_on_disk(swarm, "B") == last
-
-    simulate(main)
+async def test_a_base_in_memory_is_written_every_few_rounds_and_at_the_end() -> None:
+    swarm, writes = in_memory_swarm(NEVER_S)
+    await swarm.until_finished()
+    swarm.assert_replicas_agree()
+    last = swarm.nodes["W"].log.round
+    assert last == 14
+    assert writes.by_blob[BASE] <= last // KEPT_ROUNDS + 2, "the first one, every fourth one, the last one"
+    assert writes.by_blob["checkpoint"] == 2, "that of the first round, and the moments at the end"
+    assert base_on_disk(swarm, "B") == last
 
 
 @pytest.mark.parametrize("after_round", range(1, 8))
 @pytest.mark.sampled(1)
 @pytest.mark.long
-def test_after_a_kill_a_base_in_memory_is_computed_again(after_round: int) -> None:
-    async def main() -> None:
-        swarm, _ = in_memory_swarm(NEVER_S)
-        await swarm.until(lambda: swarm.round_of("B") == after_round)
-        assert after_round - KEPT_ROUNDS <= base_on_disk(swarm, "B") <= after_round
-        swarm.restart("B")
-        await swarm.until(lambda: [event.source for event in swarm.recorders["B"].of(BaseRestored)] == ["download", "disk"])
-        await swarm.until_finished()
-        swarm.assert_replicas_agree()
-
-    simulate(main)
+async def test_after_a_kill_a_base_in_memory_is_computed_again(after_round: int) -> None:
+    swarm, _ = in_memory_swarm(NEVER_S)
+    await swarm.until(lambda: swarm.round_of("B") == after_round)
+    assert after_round - KEPT_ROUNDS <= base_on_disk(swarm, "B") <= after_round
+    swarm.restart("B")
+    await swarm.until(lambda: [event.source for event in swarm.recorders["B"].of(BaseRestored)] == ["download", "disk"])
+    await swarm.until_finished()
+    swarm.assert_replicas_agree()
 
 
 @pytest.mark.parametrize("kill_at", range(1, 25))
 @pytest.mark.sampled(2)
 @pytest.mark.long
-def test_a_kill_at_any_write_of_base_or_checkpoint_is_survived(kill_at: int) -> None:
-    async def main() -> None:
-        swarm, writes = in_memory_swarm(15.0, kill_at)
-        while not all(swarm.tasks[name].done() for name in "AC"):
-            await asyncio.sleep(0.5)
-            if writes.killed and "B" not in swarm.peers:
-                swarm.start_again("B")
-        assert writes.killed
-        await swarm.until_finished()
-        swarm.assert_replicas_agree()
-
-    simulate(main)
+async def test_a_kill_at_any_write_of_base_or_checkpoint_is_survived(kill_at: int) -> None:
+    swarm, writes = in_memory_swarm(15.0, kill_at)
+    while not all(swarm.tasks[name].done() for name in "AC"):
+        await asyncio.sleep(0.5)
+        if writes.killed and "B" not in swarm.peers:
+            swarm.start_again("B")
+    assert writes.killed
+    await swarm.until_finished()
+    swarm.assert_replicas_agree()
 
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("in_memory", [False, True])
 @pytest.mark.long
-def test_a_peer_killed_in_a_phase_trains_only_what_the_last_checkpoint_lacks(in_memory: bool) -> None:
-    async def main() -> None:
-        swarm = VirtualSwarm(
-            campaign(40, sync={"min_peers": 1}, training={"sync_steps": STEPS}), seconds_per_step=STEP_S,
-            checkpoint_every_s=2 * STEP_S,
-        )
-        swarm.start_bootstrap()
-        swarm.start("A", base_in_memory=in_memory)
-        await swarm.until_round(1)
-        await asyncio.sleep(7.5 * STEP_S)
-        before = swarm.trainers["A"].local
-        swarm.restart("A")
-        await swarm.until(lambda: "A" in swarm.peers and swarm.peers["A"].phases.lock.locked())
-        commit, done = swarm.peers["A"].replica.progress
-        assert commit == swarm.nodes["A"].log.last.id
-        assert 7 - 3 <= done <= 7
-        moved = swarm.trainers["A"].local - swarm.peers["A"].replica.base.values[: LAYOUT.size]
-        assert np.linalg.norm(moved) > 0.4 * np.linalg.norm(before - swarm.peers["A"].replica.base.values[: LAYOUT.size])
-        await swarm.until_round(2)
-        assert swarm.phases["A"][2].done == 0 or swarm.phases["A"][2].done >= done
-        tokens = swarm.campaign.config.training
-        assert swarm.recorders["A"].commits()[2].tokens == STEPS * tokens.batch_size * tokens.sequence_length
-        await swarm.until_finished()
-        swarm.assert_replicas_agree()
-
-    simulate(main)
+async def test_a_peer_killed_in_a_phase_trains_only_what_the_last_checkpoint_lacks(in_memory: bool) -> None:
+    swarm = VirtualSwarm(
+        campaign(40, sync={"min_peers": 1}, training={"sync_steps": STEPS}), seconds_per_step=STEP_S,
+        checkpoint_every_s=2 * STEP_S,
+    )
+    swarm.start_bootstrap()
+    swarm.start("A", base_in_memory=in_memory)
+    await swarm.until_round(1)
+    await asyncio.sleep(7.5 * STEP_S)
+    before = swarm.trainers["A"].local
+    swarm.restart("A")
+    await swarm.until(lambda: "A" in swarm.peers and swarm.peers["A"].phases.lock.locked())
+    commit, done = swarm.peers["A"].replica.progress
+    assert commit == swarm.nodes["A"].log.last.id
+    assert 7 - 3 <= done <= 7
+    moved = swarm.trainers["A"].local - swarm.peers["A"].replica.base.values[: LAYOUT.size]
+    assert np.linalg.norm(moved) > 0.4 * np.linalg.norm(before - swarm.peers["A"].replica.base.values[: LAYOUT.size])
+    await swarm.until_round(2)
+    assert swarm.phases["A"][2].done == 0 or swarm.phases["A"][2].done >= done
+    tokens = swarm.campaign.config.training
+    assert swarm.recorders["A"].commits()[2].tokens == STEPS * tokens.batch_size * tokens.sequence_length
+    await swarm.until_finished()
+    swarm.assert_replicas_agree()
 
 
 class WithMoments(SyntheticTrainer):
@@ -221,33 +209,30 @@ def test_moments_alone_are_taken_without_a_warning_and_without_work(caplog: pyte
 
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("is_decided", [False, True])
-def test_who_left_within_a_phase_and_is_back_continues_it_unless_others_have_its_samples(
+async def test_who_left_within_a_phase_and_is_back_continues_it_unless_others_have_its_samples(
     overlap: bool, is_decided: bool
 ) -> None:
-    async def main() -> None:
-        swarm = VirtualSwarm(
-            campaign(200, "none", sync={"overlap": overlap, "min_peers": 2}), seconds_per_step=10.0, checkpoint_every_s=9.0
-        )
-        swarm.start_all("ABC")
-        await swarm.until_round(3)
-        await asyncio.sleep(55)
-        number = swarm.nodes["A"].log.round
-        swarm.peers["B"].leave()
-        await swarm.until(swarm.tasks["B"].done)
-        if is_decided:
-            await swarm.until(lambda: swarm.nodes["A"].log.round > number)
-        swarm.restart("B")
-        replica = swarm.peers["B"].replica
-        while replica.trainer is None or not (replica.ledger.announced.tokens or swarm.peers["B"].phases.lock.locked()):
-            await asyncio.sleep(0.001)
-        assert bool(replica.ledger.announced.tokens) == (not is_decided)
-        await swarm.until_round(8)
-        swarm.assert_replicas_agree()
-
-    simulate(main)
+    swarm = VirtualSwarm(
+        campaign(200, "none", sync={"overlap": overlap, "min_peers": 2}), seconds_per_step=10.0, checkpoint_every_s=9.0
+    )
+    swarm.start_all("ABC")
+    await swarm.until_round(3)
+    await asyncio.sleep(55)
+    number = swarm.nodes["A"].log.round
+    swarm.peers["B"].leave()
+    await swarm.until(swarm.tasks["B"].done)
+    if is_decided:
+        await swarm.until(lambda: swarm.nodes["A"].log.round > number)
+    swarm.restart("B")
+    replica = swarm.peers["B"].replica
+    while replica.trainer is None or not (replica.ledger.announced.tokens or swarm.peers["B"].phases.lock.locked()):
+        await asyncio.sleep(0.001)
+    assert bool(replica.ledger.announced.tokens) == (not is_decided)
+    await swarm.until_round(8)
+    swarm.assert_replicas_agree()
 
 
-def test_rounds_that_are_applied_again_say_nothing_of_the_update_that_was_sent_after_them(
+async def test_rounds_that_are_applied_again_say_nothing_of_the_update_that_was_sent_after_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     complete = Replica.complete_results
@@ -256,79 +241,69 @@ def test_rounds_that_are_applied_again_say_nothing_of_the_update_that_was_sent_a
         is_there = replica.node.peer_id != "B" or commit.round < 2
         return await complete(replica, commit) if is_there else None
 
-    async def main() -> None:
-        swarm, _ = in_memory_swarm(1.0)
-        await swarm.until(lambda: swarm.round_of("B") == 2)
-        await swarm.peers["B"].replica.store.durable()
-        monkeypatch.setattr(Replica, "complete_results", all_but_the_last)
-        swarm.restart("B")
-        replica = swarm.peers["B"].replica
-        while replica.trainer is None:
-            await asyncio.sleep(0.001)
-        assert replica.base.round == 1
-        assert replica.work.sent_update_lost
-
-    simulate(main)
+    swarm, _ = in_memory_swarm(1.0)
+    await swarm.until(lambda: swarm.round_of("B") == 2)
+    await swarm.peers["B"].replica.store.durable()
+    monkeypatch.setattr(Replica, "complete_results", all_but_the_last)
+    swarm.restart("B")
+    replica = swarm.peers["B"].replica
+    while replica.trainer is None:
+        await asyncio.sleep(0.001)
+    assert replica.base.round == 1
+    assert replica.work.sent_update_lost
 
 
 @pytest.mark.parametrize("in_memory", [False, True])
 @pytest.mark.parametrize("overlap", [False, True])
-def test_work_in_a_checkpoint_outlasts_a_kill_after_rounds_without_this_peer(overlap: bool, in_memory: bool) -> None:
+async def test_work_in_a_checkpoint_outlasts_a_kill_after_rounds_without_this_peer(overlap: bool, in_memory: bool) -> None:
     """Each base leaves the checkpoint of the one before useless, and one in memory is computed again."""
-
-    async def main() -> None:
-        swarm = VirtualSwarm(
-            campaign(200, "none", sync={"overlap": overlap, "min_peers": 2}), seconds_per_step=10.0, checkpoint_every_s=29.0
-        )
-        swarm.start_bootstrap()
-        for name in "ABC":
-            swarm.start(name, base_in_memory=in_memory)
-        await swarm.until_round(3)
-        await asyncio.sleep(55)
-        number = swarm.nodes["A"].log.round
-        swarm.kill("B")
-        await swarm.until(lambda: swarm.nodes["A"].log.round >= number + 2)
-        swarm.start_again("B")
-        replica = swarm.peers["B"].replica
-        await swarm.until(lambda: replica.has_base and swarm.round_of("B") >= number + 2)
-        await replica.store.durable()
-        pending = replica.ledger.pending
-        assert pending.tokens >= 3 * 32
-        swarm.restart("B")
-        replica = swarm.peers["B"].replica
-        while replica.trainer is None or not (replica.ledger.pending.tokens or swarm.peers["B"].phases.lock.locked()):
-            await asyncio.sleep(0.001)
-        assert replica.ledger.pending == pending
-        await swarm.until_round(number + 5)
-        swarm.assert_replicas_agree()
-
-    simulate(main)
+    swarm = VirtualSwarm(
+        campaign(200, "none", sync={"overlap": overlap, "min_peers": 2}), seconds_per_step=10.0, checkpoint_every_s=29.0
+    )
+    swarm.start_bootstrap()
+    for name in "ABC":
+        swarm.start(name, base_in_memory=in_memory)
+    await swarm.until_round(3)
+    await asyncio.sleep(55)
+    number = swarm.nodes["A"].log.round
+    swarm.kill("B")
+    await swarm.until(lambda: swarm.nodes["A"].log.round >= number + 2)
+    swarm.start_again("B")
+    replica = swarm.peers["B"].replica
+    await swarm.until(lambda: replica.has_base and swarm.round_of("B") >= number + 2)
+    await replica.store.durable()
+    pending = replica.ledger.pending
+    assert pending.tokens >= 3 * 32
+    swarm.restart("B")
+    replica = swarm.peers["B"].replica
+    while replica.trainer is None or not (replica.ledger.pending.tokens or swarm.peers["B"].phases.lock.locked()):
+        await asyncio.sleep(0.001)
+    assert replica.ledger.pending == pending
+    await swarm.until_round(number + 5)
+    swarm.assert_replicas_agree()
 
 
-def test_a_checkpoint_since_a_peer_is_back_counts_more_than_the_moments_with_which_it_left() -> None:
-    async def main() -> None:
-        swarm = VirtualSwarm(campaign(200, "none", sync={"min_peers": 2}), seconds_per_step=10.0, checkpoint_every_s=39.0)
-        swarm.start_all("ABC")
-        await swarm.until_round(3)
-        number = swarm.nodes["A"].log.round
-        swarm.peers["B"].leave()
-        await swarm.until(swarm.tasks["B"].done)
-        swarm.restart("B")
-        replica = swarm.peers["B"].replica
-        await swarm.until(lambda: replica.saved[1] == 4)
-        await asyncio.sleep(5)
-        assert swarm.nodes["A"].log.round == number
-        swarm.kill("B")
-        await swarm.until(lambda: swarm.nodes["A"].log.round > number)
-        swarm.start_again("B")
-        replica = swarm.peers["B"].replica
-        while replica.trainer is None or not (replica.ledger.announced.tokens or swarm.peers["B"].phases.lock.locked()):
-            await asyncio.sleep(0.001)
-        assert replica.ledger.pending.tokens == 4 * 32
-        await swarm.until_round(number + 4)
-        swarm.assert_replicas_agree()
-
-    simulate(main)
+async def test_a_checkpoint_since_a_peer_is_back_counts_more_than_the_moments_with_which_it_left() -> None:
+    swarm = VirtualSwarm(campaign(200, "none", sync={"min_peers": 2}), seconds_per_step=10.0, checkpoint_every_s=39.0)
+    swarm.start_all("ABC")
+    await swarm.until_round(3)
+    number = swarm.nodes["A"].log.round
+    swarm.peers["B"].leave()
+    await swarm.until(swarm.tasks["B"].done)
+    swarm.restart("B")
+    replica = swarm.peers["B"].replica
+    await swarm.until(lambda: replica.saved[1] == 4)
+    await asyncio.sleep(5)
+    assert swarm.nodes["A"].log.round == number
+    swarm.kill("B")
+    await swarm.until(lambda: swarm.nodes["A"].log.round > number)
+    swarm.start_again("B")
+    replica = swarm.peers["B"].replica
+    while replica.trainer is None or not (replica.ledger.announced.tokens or swarm.peers["B"].phases.lock.locked()):
+        await asyncio.sleep(0.001)
+    assert replica.ledger.pending.tokens == 4 * 32
+    await swarm.until_round(number + 4)
+    swarm.assert_replicas_agree()
 
 
 class CountingTrainer(RecordingTrainer):
@@ -355,27 +330,24 @@ def steps_of(trainer: RecordingTrainer) -> float:
 
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.long
-def test_who_leaves_within_a_phase_has_its_moments_when_it_is_back_rounds_later(
+async def test_who_leaves_within_a_phase_has_its_moments_when_it_is_back_rounds_later(
     overlap: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def main() -> None:
-        swarm = VirtualSwarm(
-            campaign(200, sync={"overlap": overlap}), checkpoint_every_s=NEVER_S,
-            make_trainer=lambda base, owned: CountingTrainer(LAYOUT, base, owned, 64, 1.0, 0),
-        )
-        swarm.start_all("ABC")
-        await swarm.until_round(3)
-        await swarm.until(swarm.peers["B"].phases.lock.locked)
-        swarm.peers["B"].leave()
-        await swarm.until(swarm.tasks["B"].done)
-        had = steps_of(swarm.trainers["B"])
-        assert had > 10
-        await swarm.until(lambda: swarm.round_of("A") >= 9)
-        swarm.restart("B")
-        await swarm.until(lambda: swarm.peers["B"].replica.trainer is not None)
-        assert steps_of(swarm.trainers["B"]) == had
-        await swarm.until_finished()
-        swarm.assert_replicas_agree()
-
-    simulate(main)
+    swarm = VirtualSwarm(
+        campaign(200, sync={"overlap": overlap}), checkpoint_every_s=NEVER_S,
+        make_trainer=lambda base, owned: CountingTrainer(LAYOUT, base, owned, 64, 1.0, 0),
+    )
+    swarm.start_all("ABC")
+    await swarm.until_round(3)
+    await swarm.until(swarm.peers["B"].phases.lock.locked)
+    swarm.peers["B"].leave()
+    await swarm.until(swarm.tasks["B"].done)
+    had = steps_of(swarm.trainers["B"])
+    assert had > 10
+    await swarm.until(lambda: swarm.round_of("A") >= 9)
+    swarm.restart("B")
+    await swarm.until(lambda: swarm.peers["B"].replica.trainer is not None)
+    assert steps_of(swarm.trainers["B"]) == had
+    await swarm.until_finished()
+    swarm.assert_replicas_agree()
     assert [record.message for record in caplog.records if record.levelname == "WARNING"] == []

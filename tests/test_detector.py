@@ -157,47 +157,41 @@ def test_a_stream_goes_on_while_its_peer_is_heard_in_another_one_but_not_for_eve
 
 
 @pytest.mark.parametrize("is_heard_elsewhere", [False, True])
-def test_an_answer_that_waits_behind_others_is_waited_for_while_its_peer_is_heard(is_heard_elsewhere: bool) -> None:
-    async def answer() -> bytes | None:
-        network = MemoryNetwork(latency_s=0.05)
-        a, b = (RpcEndpoint(network.transport(name), CEILING_S) for name in "ab")
+async def test_an_answer_that_waits_behind_others_is_waited_for_while_its_peer_is_heard(is_heard_elsewhere: bool) -> None:
+    network = MemoryNetwork(latency_s=0.05)
+    a, b = (RpcEndpoint(network.transport(name), CEILING_S) for name in "ab")
 
-        async def answer_late(stream: Stream) -> None:
-            await asyncio.sleep(1.5 * CEILING_S)
-            await stream.send(b"here")
+    async def answer_late(stream: Stream) -> None:
+        await asyncio.sleep(1.5 * CEILING_S)
+        await stream.send(b"here")
 
-        async def never(stream: Stream) -> None:
-            await asyncio.Event().wait()
+    async def never(stream: Stream) -> None:
+        await asyncio.Event().wait()
 
-        async def ask() -> bytes | None:
-            for _ in range(ENOUGH_GAPS):
-                a.detector.saw_gap("b", 1.0)
-            if not is_heard_elsewhere:
-                return await a.is_there("b", "late", b"?")
-            async with a.stream("b", "other"):
-                return await a.is_there("b", "late", b"?")
-
-        await b.serve("late", answer_late)
-        await b.serve("other", never)
+    async def ask() -> bytes | None:
+        for _ in range(ENOUGH_GAPS):
+            a.detector.saw_gap("b", 1.0)
         if not is_heard_elsewhere:
-            b.detector.heartbeat_s = 1000.0
-        return await network.run_peer("a", ask())
+            return await a.is_there("b", "late", b"?")
+        async with a.stream("b", "other"):
+            return await a.is_there("b", "late", b"?")
 
-    assert run_virtual(answer()) == (b"here" if is_heard_elsewhere else None)
+    await b.serve("late", answer_late)
+    await b.serve("other", never)
+    if not is_heard_elsewhere:
+        b.detector.heartbeat_s = 1000.0
+    assert await network.run_peer("a", ask()) == (b"here" if is_heard_elsewhere else None)
 
 
-def test_who_answers_with_another_kind_of_frame_is_not_there() -> None:
-    async def answer() -> bytes | None:
-        network = MemoryNetwork(latency_s=0.05)
-        a, b = (RpcEndpoint(network.transport(name), CEILING_S) for name in "ab")
+async def test_who_answers_with_another_kind_of_frame_is_not_there() -> None:
+    network = MemoryNetwork(latency_s=0.05)
+    a, b = (RpcEndpoint(network.transport(name), CEILING_S) for name in "ab")
 
-        async def answer_with_a_report(stream: Stream) -> None:
-            await stream.send(b"here", kind=Kind.REPORT)
+    async def answer_with_a_report(stream: Stream) -> None:
+        await stream.send(b"here", kind=Kind.REPORT)
 
-        await b.serve("ping", answer_with_a_report)
-        return await network.run_peer("a", a.is_there("b", "ping", b"?"))
-
-    assert run_virtual(answer()) is None
+    await b.serve("ping", answer_with_a_report)
+    assert await network.run_peer("a", a.is_there("b", "ping", b"?")) is None
 
 
 def test_a_peer_lives_whose_frame_takes_longer_than_the_bound() -> None:
@@ -233,31 +227,28 @@ def test_a_peer_lives_whose_frame_takes_longer_than_the_bound() -> None:
     assert run_virtual(bytes_come(60)) == pytest.approx(59 + CEILING_S, abs=0.1)
 
 
-def test_who_was_silent_a_moment_ago_is_not_waited_for_again_until_it_is_heard() -> None:
-    async def waits_s() -> list[float]:
-        network = MemoryNetwork(latency_s=0.05)
-        a, b = (RpcEndpoint(network.transport(name), CEILING_S) for name in "ab")
+async def test_who_was_silent_a_moment_ago_is_not_waited_for_again_until_it_is_heard() -> None:
+    network = MemoryNetwork(latency_s=0.05)
+    a, b = (RpcEndpoint(network.transport(name), CEILING_S) for name in "ab")
 
-        async def answer(stream: Stream) -> None:
-            await stream.send(await stream.message())
+    async def answer(stream: Stream) -> None:
+        await stream.send(await stream.message())
 
-        async def wait_for_answer() -> float:
-            began = asyncio.get_running_loop().time()
-            await a.is_there("b", "ping", b"?")
-            return asyncio.get_running_loop().time() - began
+    async def wait_for_answer() -> float:
+        began = asyncio.get_running_loop().time()
+        await a.is_there("b", "ping", b"?")
+        return asyncio.get_running_loop().time() - began
 
-        async def look() -> list[float]:
-            network.pause("b")
-            waits = [await wait_for_answer(), await wait_for_answer()]
-            network.resume("b")
-            await b.ask("a", "ping", b"!")
-            return [*waits, await wait_for_answer()]
+    async def look() -> list[float]:
+        network.pause("b")
+        waits = [await wait_for_answer(), await wait_for_answer()]
+        network.resume("b")
+        await b.ask("a", "ping", b"!")
+        return [*waits, await wait_for_answer()]
 
-        await a.serve("ping", answer)
-        await b.serve("ping", answer)
-        return await network.run_peer("a", look())
-
-    silent, known, heard = run_virtual(waits_s())
+    await a.serve("ping", answer)
+    await b.serve("ping", answer)
+    silent, known, heard = await network.run_peer("a", look())
     assert silent == pytest.approx(CEILING_S)
     assert known == 0.0
     assert 0 < heard < 1

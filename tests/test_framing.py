@@ -86,7 +86,7 @@ def test_an_unknown_kind_that_may_be_ignored_is(kind: int, body: bytes) -> None:
     assert hears(Message(body, kind), Message(pack(PONG))) == pack(PONG)
 
 
-def test_a_stream_without_a_request_is_dropped_though_its_peer_lives() -> None:
+async def test_a_stream_without_a_request_is_dropped_though_its_peer_lives() -> None:
     """A request that was garbled into a frame to ignore leaves one end waiting for it and the other for its answer."""
 
     async def ask() -> None:
@@ -97,10 +97,7 @@ def test_a_stream_without_a_request_is_dropped_though_its_peer_lives() -> None:
             with pytest.raises(PeerUnreachable):
                 await stream.message()
 
-    async def main() -> None:
-        await asyncio.wait_for(ask(), 120.0)
-
-    run_virtual(main())
+    await asyncio.wait_for(ask(), 120.0)
 
 
 @given(UNKNOWN, st.binary(max_size=20))
@@ -200,25 +197,22 @@ def test_what_ails_this_peer_is_said_without_the_request_that_met_it(caplog: pyt
 
 
 @pytest.mark.parametrize("ending", [Kind.END, None])
-def test_a_sequence_ends_with_its_end_or_with_the_stream(ending: Kind | None) -> None:
-    async def main() -> list[bytes]:
-        network, got = MemoryNetwork(), list[bytes]()
-        done = asyncio.Event()
+async def test_a_sequence_ends_with_its_end_or_with_the_stream(ending: Kind | None) -> None:
+    network, got = MemoryNetwork(), list[bytes]()
+    done = asyncio.Event()
 
-        async def collect(stream: Stream) -> None:
-            while (chunk := await stream.receive(Kind.CONTENT)) is not None:
-                got.append(chunk)
-            done.set()
+    async def collect(stream: Stream) -> None:
+        while (chunk := await stream.receive(Kind.CONTENT)) is not None:
+            got.append(chunk)
+        done.set()
 
-        await RpcEndpoint(network.transport("B"), 5.0).serve("collect", collect)
-        async with RpcEndpoint(network.transport("A"), 5.0).stream("B", "collect") as stream:
-            for chunk in (b"a", b"", b"c"):
-                await stream.send(chunk, kind=Kind.CONTENT)
-            if ending is None:
-                await stream.finish()
-            else:
-                await stream.send(kind=ending)
-            await done.wait()
-        return got
-
-    assert run_virtual(main()) == [b"a", b"", b"c"]
+    await RpcEndpoint(network.transport("B"), 5.0).serve("collect", collect)
+    async with RpcEndpoint(network.transport("A"), 5.0).stream("B", "collect") as stream:
+        for chunk in (b"a", b"", b"c"):
+            await stream.send(chunk, kind=Kind.CONTENT)
+        if ending is None:
+            await stream.finish()
+        else:
+            await stream.send(kind=ending)
+        await done.wait()
+    assert got == [b"a", b"", b"c"]

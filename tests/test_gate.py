@@ -43,7 +43,7 @@ from spes_p2p.rounds.planned import Plan
 from spes_p2p.testing.attacks.tamper import Liar
 from spes_p2p.testing.attacks.updates import UpdateLiar
 from spes_p2p.testing.simulate.scenario import Scenario, peer_names
-from spes_p2p.testing.simulate.swarm import RecordingTrainer, VirtualSwarm, campaign, simulate
+from spes_p2p.testing.simulate.swarm import RecordingTrainer, VirtualSwarm, campaign
 from spes_p2p.testing.simulate.virtual import run_seed
 from spes_p2p.testing.virtual_loop import run_virtual
 
@@ -235,56 +235,50 @@ def judged(swarm: VirtualSwarm) -> list[StepsJudged]:
 @pytest.mark.long
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.sampled(1)
-def test_a_harmful_expert_stays_out_and_its_stranger_loses_it_but_not_the_vouched_owner(overlap: bool) -> None:
-    async def main() -> None:
-        swarm = gated_swarm("XY", overlap=overlap)
-        swarm.around["X"] = harming(swarm)
-        swarm.start_all("ABCXY")
-        log = swarm.nodes["W"].log
-        await swarm.until(lambda: "X" in barred(log.recent(log.round)))
-        await swarm.until_round(log.round + 3)
-        commits = [decided.commit for decided in log.since(0)]
-        rejections = [commit for commit in commits if commit.rejected]
-        assert {commit.members[i] for commit in rejections for i in commit.rejected} == {"X"}
-        for commit in rejections:
-            before = log.commit_at(commit.round - 1 - overlap)
-            assert owned(before, "X"), "it had an expert in the phase whose work was rejected"
-            assert commit.dropped
-        assert not owned(commits[-1], "X")
-        assert all(commits[-1].owners)
-        assert commits[-1].workloads[commits[-1].members.index("X")].steps == 0
-        harm = [each for each in judged(swarm) if each.harmful]
-        assert all(dict(each.scores)["X"] < -HARM_NATS / 2 for each in harm), "the mean of its experts; clipping bounds each"
-        assert {peer for each in swarm.recorders["Y"].of(StepsRejected) for peer in each.peers} == {"X"}
-        assert 30 * swarm.peers["A"].replica.base.values[swarm.layout.expert(0).start :][: 4 * 192].mean() < 1
-        swarm.assert_same_commits()
-        swarm.assert_replicas_agree()
-
-    simulate(main)
+async def test_a_harmful_expert_stays_out_and_its_stranger_loses_it_but_not_the_vouched_owner(overlap: bool) -> None:
+    swarm = gated_swarm("XY", overlap=overlap)
+    swarm.around["X"] = harming(swarm)
+    swarm.start_all("ABCXY")
+    log = swarm.nodes["W"].log
+    await swarm.until(lambda: "X" in barred(log.recent(log.round)))
+    await swarm.until_round(log.round + 3)
+    commits = [decided.commit for decided in log.since(0)]
+    rejections = [commit for commit in commits if commit.rejected]
+    assert {commit.members[i] for commit in rejections for i in commit.rejected} == {"X"}
+    for commit in rejections:
+        before = log.commit_at(commit.round - 1 - overlap)
+        assert owned(before, "X"), "it had an expert in the phase whose work was rejected"
+        assert commit.dropped
+    assert not owned(commits[-1], "X")
+    assert all(commits[-1].owners)
+    assert commits[-1].workloads[commits[-1].members.index("X")].steps == 0
+    harm = [each for each in judged(swarm) if each.harmful]
+    assert all(dict(each.scores)["X"] < -HARM_NATS / 2 for each in harm), "the mean of its experts; clipping bounds each"
+    assert {peer for each in swarm.recorders["Y"].of(StepsRejected) for peer in each.peers} == {"X"}
+    assert 30 * swarm.peers["A"].replica.base.values[swarm.layout.expert(0).start :][: 4 * 192].mean() < 1
+    swarm.assert_same_commits()
+    swarm.assert_replicas_agree()
 
 
-def test_one_vouched_liar_of_three_can_leave_nothing_out() -> None:
-    async def main() -> None:
-        swarm = gated_swarm("X")
-        swarm.start_all("ABCX")
-        lied = list[str]()
+async def test_one_vouched_liar_of_three_can_leave_nothing_out() -> None:
+    swarm = gated_swarm("X")
+    swarm.start_all("ABCX")
+    lied = list[str]()
 
-        def everything(plan: str) -> tuple[str, ...]:
-            lied.append(plan)
-            return tuple(group.name for group in swarm.layout.groups)
+    def everything(plan: str) -> tuple[str, ...]:
+        lied.append(plan)
+        return tuple(group.name for group in swarm.layout.groups)
 
-        swarm.peers["A"]._member._judge.harmful = everything  # type: ignore[method-assign]
-        await swarm.until_round(4)
-        assert lied
-        assert not any(decided.commit.rejected or decided.commit.dropped for decided in swarm.nodes["W"].log.since(-1))
-
-    simulate(main)
+    swarm.peers["A"]._member._judge.harmful = everything  # type: ignore[method-assign]
+    await swarm.until_round(4)
+    assert lied
+    assert not any(decided.commit.rejected or decided.commit.dropped for decided in swarm.nodes["W"].log.since(-1))
 
 
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.sampled(1)
 @pytest.mark.long
-def test_an_honest_swarm_is_judged_nothing_is_left_out_and_trainers_get_their_weights_back(
+async def test_an_honest_swarm_is_judged_nothing_is_left_out_and_trainers_get_their_weights_back(
     overlap: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     measure, measured = Judge._measure, list[str]()
@@ -298,41 +292,36 @@ def test_an_honest_swarm_is_judged_nothing_is_left_out_and_trainers_get_their_we
         return found
 
     monkeypatch.setattr(Judge, "_measure", checked)
-
-    async def main() -> None:
-        swarm = gated_swarm("XY", overlap=overlap)
-        swarm.start_all("ABCXY")
-        await swarm.until_round(5)
-        assert set(measured) == set("ABC"), "vouched trainers, and nobody else"
-        assert {peer for each in judged(swarm) for peer, _ in each.scores} == set("ABCXY")
-        assert not [each for each in judged(swarm) if each.harmful]
-        assert not any(decided.commit.dropped for decided in swarm.nodes["W"].log.since(-1))
-        swarm.assert_replicas_agree()
-
-    simulate(main)
+    swarm = gated_swarm("XY", overlap=overlap)
+    swarm.start_all("ABCXY")
+    await swarm.until_round(5)
+    assert set(measured) == set("ABC"), "vouched trainers, and nobody else"
+    assert {peer for each in judged(swarm) for peer, _ in each.scores} == set("ABCXY")
+    assert not [each for each in judged(swarm) if each.harmful]
+    assert not any(decided.commit.dropped for decided in swarm.nodes["W"].log.since(-1))
+    swarm.assert_replicas_agree()
 
 
-def test_a_judgement_that_is_cancelled_ends_once_the_trainer_has_its_weights_back(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_judgement_that_is_cancelled_ends_once_the_trainer_has_its_weights_back(
+    monkeypatch: pytest.MonkeyPatch
+) -> None:
     measured = list[str]()
 
     def measure(self: Judge, *args: Any) -> dict[Any, Any]:
         measured.append(self._node.peer_id)
         return {}
 
-    async def main() -> None:
-        swarm = gated_swarm("X")
-        swarm.start_all("ABCX")
-        await swarm.until_round(1)
-        monkeypatch.setattr(Judge, "_measure", measure)
-        peer = swarm.peers["A"]
-        task = asyncio.ensure_future(peer._member._judge._measured(next(iter(peer.replica.results.by_plan.values()))))
-        await asyncio.sleep(0)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        assert measured == ["A"]
-
-    simulate(main)
+    swarm = gated_swarm("X")
+    swarm.start_all("ABCX")
+    await swarm.until_round(1)
+    monkeypatch.setattr(Judge, "_measure", measure)
+    peer = swarm.peers["A"]
+    task = asyncio.ensure_future(peer._member._judge._measured(next(iter(peer.replica.results.by_plan.values()))))
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert measured == ["A"]
 
 
 @pytest.mark.slow

@@ -27,19 +27,16 @@ SILENCE_S = 5.0
 VOUCHED = "ABCX"
 
 
-def test_who_is_late_by_silence_s_is_late_until_half_of_that_is_made_up_for() -> None:
-    async def main() -> None:
-        lateness = Lateness(SILENCE_S)
-        lateness.add("A", 0.5 * SILENCE_S)
-        lateness.add("AB", 0.6 * SILENCE_S)
-        lateness.add("B", -SILENCE_S)
-        assert lateness.late() == {"A"}
-        await asyncio.sleep(0.5 * SILENCE_S / SLOW_SHARE)
-        assert lateness.late() == {"A"}
-        await asyncio.sleep(0.2 * SILENCE_S / SLOW_SHARE)
-        assert not lateness.late()
-
-    simulate(main)
+async def test_who_is_late_by_silence_s_is_late_until_half_of_that_is_made_up_for() -> None:
+    lateness = Lateness(SILENCE_S)
+    lateness.add("A", 0.5 * SILENCE_S)
+    lateness.add("AB", 0.6 * SILENCE_S)
+    lateness.add("B", -SILENCE_S)
+    assert lateness.late() == {"A"}
+    await asyncio.sleep(0.5 * SILENCE_S / SLOW_SHARE)
+    assert lateness.late() == {"A"}
+    await asyncio.sleep(0.2 * SILENCE_S / SLOW_SHARE)
+    assert not lateness.late()
 
 
 class Held(Tamper):
@@ -95,26 +92,22 @@ class ThinLine(Tamper):
 
 
 @pytest.mark.long
-def test_a_vouched_member_on_a_slow_line_that_it_announces_is_in_each_round(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_vouched_member_on_a_slow_line_that_it_announces_is_in_each_round(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(traffic, "SLOWEST_BYTES_PER_S", SLOW_BYTES_PER_S / 4)
     monkeypatch.setattr(parts, "SMALL_BYTES", 1024)
     layout = Layout([
         TensorSpec("embed", (20_000,), "shared"),
         *(TensorSpec(f"experts.{e}.gate_up_proj", (1000,), "expert", 0, e) for e in range(4)),
     ])
-
-    async def main() -> None:
-        swarm = VirtualSwarm(campaign(10**6, sync={"min_peers": len(VOUCHED)}), layout=layout)
-        swarm.around["X"] = lambda world: tampered(Liar(world, swarm.campaign.config), ThinLine())
-        swarm.start_all(VOUCHED)
-        swarm.nodes["X"].endpoint.upload = Throughput(SLOW_BYTES_PER_S)
-        await swarm.until(lambda: swarm.round_of("A") >= 12, 5000.0)
-        for decided in swarm.nodes["A"].log.since(1):
-            commit = decided.commit
-            assert commit.members.index("X") in commit.heard
-        assert not swarm.nodes["A"].lateness.late()
-
-    simulate(main)
+    swarm = VirtualSwarm(campaign(10**6, sync={"min_peers": len(VOUCHED)}), layout=layout)
+    swarm.around["X"] = lambda world: tampered(Liar(world, swarm.campaign.config), ThinLine())
+    swarm.start_all(VOUCHED)
+    swarm.nodes["X"].endpoint.upload = Throughput(SLOW_BYTES_PER_S)
+    await swarm.until(lambda: swarm.round_of("A") >= 12, 5000.0)
+    for decided in swarm.nodes["A"].log.since(1):
+        commit = decided.commit
+        assert commit.members.index("X") in commit.heard
+    assert not swarm.nodes["A"].lateness.late()
 
 
 def on_a_slow_processor(world: World) -> World:
@@ -130,38 +123,31 @@ def on_a_slow_processor(world: World) -> World:
 
 
 @pytest.mark.long
-def test_in_short_rounds_a_late_member_that_a_helper_left_out_takes_part_again_and_again() -> None:
+async def test_in_short_rounds_a_late_member_that_a_helper_left_out_takes_part_again_and_again() -> None:
     """Nobody can be dialled, so the helper reduces and coordinates in each round."""
-
-    async def main() -> None:
-        swarm = VirtualSwarm(campaign(10**6, sync={"min_peers": 3, "silence_s": SILENCE_S}), seconds_per_step=2.0)
-        swarm.around["C"] = on_a_slow_processor
-        swarm.start_bootstrap()
-        for name in "ABC":
-            swarm.start(name, bandwidth=0.0)
-        await swarm.until(lambda: swarm.round_of("A") >= 60, 5000.0)
-        rounds = swarm.recorders["A"].commits().values()
-        is_in = [any(peer == "C" and tokens for peer, tokens, _ in each.contributions) for each in rounds]
-        assert sum(each for each, _ in groupby(is_in)) > 2
-
-    simulate(main)
+    swarm = VirtualSwarm(campaign(10**6, sync={"min_peers": 3, "silence_s": SILENCE_S}), seconds_per_step=2.0)
+    swarm.around["C"] = on_a_slow_processor
+    swarm.start_bootstrap()
+    for name in "ABC":
+        swarm.start(name, bandwidth=0.0)
+    await swarm.until(lambda: swarm.round_of("A") >= 60, 5000.0)
+    rounds = swarm.recorders["A"].commits().values()
+    is_in = [any(peer == "C" and tokens for peer, tokens, _ in each.contributions) for each in rounds]
+    assert sum(each for each, _ in groupby(is_in)) > 2
 
 
 @pytest.mark.parametrize("slowness", [10, 20])
-def test_others_train_what_a_phase_left_over_whose_work_came_too_late_for_a_round(slowness: int) -> None:
-    async def main() -> None:
-        swarm = VirtualSwarm(campaign(10**6, sync={"min_peers": 2}))
-        swarm.start_all()
-        await swarm.until_round(4)
-        await asyncio.sleep(1.0)
-        swarm.slow("C", slowness)
-        await asyncio.sleep(20.0 + slowness)
-        swarm.slow("C", 1.0)
-        await swarm.until_round(16)
-        commits = [each.commit for each in swarm.nodes["A"].log.since(-1)]
-        assert "C" not in commits[5].members
-        trained = Counter(sample for by in swarm.samples.values() for each in by.values() for sample in samples(each))
-        assigned = {sample for commit in commits[:10] for each in commit.workloads for sample in samples(list(each.slices))}
-        assert {trained[sample] for sample in assigned} == {1}
-
-    simulate(main)
+async def test_others_train_what_a_phase_left_over_whose_work_came_too_late_for_a_round(slowness: int) -> None:
+    swarm = VirtualSwarm(campaign(10**6, sync={"min_peers": 2}))
+    swarm.start_all()
+    await swarm.until_round(4)
+    await asyncio.sleep(1.0)
+    swarm.slow("C", slowness)
+    await asyncio.sleep(20.0 + slowness)
+    swarm.slow("C", 1.0)
+    await swarm.until_round(16)
+    commits = [each.commit for each in swarm.nodes["A"].log.since(-1)]
+    assert "C" not in commits[5].members
+    trained = Counter(sample for by in swarm.samples.values() for each in by.values() for sample in samples(each))
+    assigned = {sample for commit in commits[:10] for each in commit.workloads for sample in samples(list(each.slices))}
+    assert {trained[sample] for sample in assigned} == {1}

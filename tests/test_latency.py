@@ -11,7 +11,6 @@ from spes_p2p.messages.framing import Message
 from spes_p2p.net.interfaces import Channel
 from spes_p2p.testing.latency import delayed
 from spes_p2p.testing.memory_network import MemoryNetwork
-from spes_p2p.testing.virtual_loop import run_virtual
 
 LATENCY_S, FRAMES = 0.5, 100
 
@@ -22,27 +21,21 @@ async def connected() -> Channel:
     return await delayed(network.transport("a"), LATENCY_S).open("b", "echo")
 
 
-def test_a_hundred_frames_take_one_round_trip() -> None:
-    async def main() -> tuple[list[Message | None], float]:
-        channel, loop = await connected(), asyncio.get_running_loop()
-        began = loop.time()
-        for number in range(FRAMES):
-            await channel.send(bytes([number]))
-        await channel.finish()
-        received = [await channel.receive() for _ in range(FRAMES + 1)]
-        return received, loop.time() - began
-
-    received, seconds = run_virtual(main())
+async def test_a_hundred_frames_take_one_round_trip() -> None:
+    channel, loop = await connected(), asyncio.get_running_loop()
+    began = loop.time()
+    for number in range(FRAMES):
+        await channel.send(bytes([number]))
+    await channel.finish()
+    received = [await channel.receive() for _ in range(FRAMES + 1)]
+    received, seconds = received, loop.time() - began
     assert received == [*(Message(bytes([number])) for number in range(FRAMES)), None]
     assert seconds == pytest.approx(2 * LATENCY_S)
 
 
-def test_a_receive_that_is_cancelled_loses_no_frame() -> None:
-    async def main() -> Message | None:
-        channel = await connected()
-        await channel.send(b"frame")
-        with pytest.raises(asyncio.TimeoutError):
-            await asyncio.wait_for(channel.receive(), 1.5 * LATENCY_S)
-        return await channel.receive()
-
-    assert run_virtual(main()) == Message(b"frame")
+async def test_a_receive_that_is_cancelled_loses_no_frame() -> None:
+    channel = await connected()
+    await channel.send(b"frame")
+    with pytest.raises(asyncio.TimeoutError):
+        await asyncio.wait_for(channel.receive(), 1.5 * LATENCY_S)
+    assert await channel.receive() == Message(b"frame")

@@ -68,50 +68,44 @@ async def assert_the_others_go_on(swarm: VirtualSwarm, liar: str, lied: list[str
 @pytest.mark.parametrize("field", COMMIT_LIES)
 @pytest.mark.sampled(2)
 @pytest.mark.long
-def test_a_commit_that_does_not_follow_from_its_evidence_gets_no_honest_vote(
+async def test_a_commit_that_does_not_follow_from_its_evidence_gets_no_honest_vote(
     field: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
+    swarm = await swarm_in_round_2()
+    liar, lied, make_commit = next_coordinator(swarm), list[str](), rounds_commit.make_commit
 
-    async def main() -> None:
-        swarm = await swarm_in_round_2()
-        liar, lied, make_commit = next_coordinator(swarm), list[str](), rounds_commit.make_commit
-
-        def lying(commit: Commit, plan: Plan, *rest: Any) -> Commit:
-            made = make_commit(commit, plan, *rest)
-            if plan.proposal.ballot.coordinator != liar:
-                return made
-            made = dataclasses.replace(made, **COMMIT_LIES[field](made, liar))
-            lied.append(made.id)
+    def lying(commit: Commit, plan: Plan, *rest: Any) -> Commit:
+        made = make_commit(commit, plan, *rest)
+        if plan.proposal.ballot.coordinator != liar:
             return made
+        made = dataclasses.replace(made, **COMMIT_LIES[field](made, liar))
+        lied.append(made.id)
+        return made
 
-        monkeypatch.setattr(coordinator, "make_commit", lying)
-        await assert_the_others_go_on(swarm, liar, lied, f"does not follow from its evidence: {field}", caplog)
-
-    simulate(main)
+    monkeypatch.setattr(coordinator, "make_commit", lying)
+    await assert_the_others_go_on(swarm, liar, lied, f"does not follow from its evidence: {field}", caplog)
 
 
 @pytest.mark.long
-def test_an_invented_report_gets_no_honest_vote(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+async def test_an_invented_report_gets_no_honest_vote(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.INFO)
+    swarm = await swarm_in_round_2()
+    liar, lied, hold = next_coordinator(swarm), list[str](), Validity.hold
 
-    async def main() -> None:
-        swarm = await swarm_in_round_2()
-        liar, lied, hold = next_coordinator(swarm), list[str](), Validity.hold
+    def hold_lie(self: Validity, commit: Commit, results: Any, reports: tuple[Signed, ...]) -> None:
+        if results.plan.proposal.ballot.coordinator == liar:
+            first = next(each for each in reports if each.peer != liar)
+            staged = dataclasses.replace(read_signed(Staged, first, SimulatedIdentity("any")), incarnation="f" * 16)
+            forged = dataclasses.replace(first, record=pack(staged))
+            reports = tuple(forged if each is first else each for each in reports)
+            lied.append(commit.id)
+        hold(self, commit, results, reports)
 
-        def hold_lie(self: Validity, commit: Commit, results: Any, reports: tuple[Signed, ...]) -> None:
-            if results.plan.proposal.ballot.coordinator == liar:
-                first = next(each for each in reports if each.peer != liar)
-                staged = dataclasses.replace(read_signed(Staged, first, SimulatedIdentity("any")), incarnation="f" * 16)
-                forged = dataclasses.replace(first, record=pack(staged))
-                reports = tuple(forged if each is first else each for each in reports)
-                lied.append(commit.id)
-            hold(self, commit, results, reports)
-
-        monkeypatch.setattr(Validity, "hold", hold_lie)
-        await assert_the_others_go_on(swarm, liar, lied, "is not signed by it", caplog)
-
-    simulate(main)
+    monkeypatch.setattr(Validity, "hold", hold_lie)
+    await assert_the_others_go_on(swarm, liar, lied, "is not signed by it", caplog)
 
 
 # Proposals ----------------------------------------------------------------------------------------------------------------
@@ -145,69 +139,61 @@ LIES: dict[str, tuple[ProposalLie, str]] = {
 @pytest.mark.parametrize("lie", LIES)
 @pytest.mark.sampled(2)
 @pytest.mark.long
-def test_a_proposal_from_which_no_plan_follows_is_refused_by_its_members(
+async def test_a_proposal_from_which_no_plan_follows_is_refused_by_its_members(
     lie: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
     tell, reason = LIES[lie]
+    swarm = await swarm_in_round_2({"merge_top_k": 1} if tell is farthest else {})
+    liar, lied, before = next_coordinator(swarm), list[str](), swarm.peers["A"].replica.base.plan
+    make_plan = coordinator.Coordination._make_plan
 
-    async def main() -> None:
-        swarm = await swarm_in_round_2({"merge_top_k": 1} if tell is farthest else {})
-        liar, lied, before = next_coordinator(swarm), list[str](), swarm.peers["A"].replica.base.plan
-        make_plan = coordinator.Coordination._make_plan
+    async def lying(self: Any, *args: Any) -> Plan:
+        plan: Plan = await make_plan(self, *args)
+        lies = not lied and plan.merge is not None if tell is farthest else self._node.peer_id == liar and plan.round <= 4
+        if not lies:
+            return plan
+        assert before is not None
+        told = tell(plan.proposal, before.proposal, SimulatedIdentity(liar))
+        lied.append(told.id)
+        return dataclasses.replace(plan, proposal=told)
 
-        async def lying(self: Any, *args: Any) -> Plan:
-            plan: Plan = await make_plan(self, *args)
-            lies = not lied and plan.merge is not None if tell is farthest else self._node.peer_id == liar and plan.round <= 4
-            if not lies:
-                return plan
-            assert before is not None
-            told = tell(plan.proposal, before.proposal, SimulatedIdentity(liar))
-            lied.append(told.id)
-            return dataclasses.replace(plan, proposal=told)
-
-        monkeypatch.setattr(coordinator.Coordination, "_make_plan", lying)
-        await assert_the_others_go_on(swarm, liar, lied, "", caplog)
-        failed = [event.detail for recorder in swarm.recorders.values() for event in recorder.of(RoundFailed)]
-        assert any(reason in detail for detail in failed), failed
-
-    simulate(main)
+    monkeypatch.setattr(coordinator.Coordination, "_make_plan", lying)
+    await assert_the_others_go_on(swarm, liar, lied, "", caplog)
+    failed = [event.detail for recorder in swarm.recorders.values() for event in recorder.of(RoundFailed)]
+    assert any(reason in detail for detail in failed), failed
 
 
 @pytest.mark.parametrize("calls_absent", ["all", "one", "none"])
 @pytest.mark.long
-def test_a_coordinator_that_leaves_the_others_out_does_not_unseat_them(
+async def test_a_coordinator_that_leaves_the_others_out_does_not_unseat_them(
     calls_absent: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A plan with the liar alone is valid. If it calls others absent, nobody votes for it; if not, they keep their seats."""
     caplog.set_level(logging.INFO)
+    swarm = await swarm_in_round_2()
+    liar, lied, make_plan = next_coordinator(swarm), list[str](), coordinator.Coordination._make_plan
 
-    async def main() -> None:
-        swarm = await swarm_in_round_2()
-        liar, lied, make_plan = next_coordinator(swarm), list[str](), coordinator.Coordination._make_plan
+    async def alone(self: Any, *args: Any) -> Plan:
+        if self._node.peer_id == liar:
+            self._members.alive = {liar: self._members.alive[liar]}
+        return await make_plan(self, *args)
 
-        async def alone(self: Any, *args: Any) -> Plan:
-            if self._node.peer_id == liar:
-                self._members.alive = {liar: self._members.alive[liar]}
-            return await make_plan(self, *args)
+    async def all_others(endpoint: RpcEndpoint, electors: Sequence[str]) -> tuple[str, ...]:
+        if endpoint.peer_id != liar or calls_absent == "none":
+            return await absent_of(endpoint, electors)
+        absent = tuple(electors)[: 1 if calls_absent == "one" else None]
+        lied.extend(absent)
+        return absent
 
-        async def all_others(endpoint: RpcEndpoint, electors: Sequence[str]) -> tuple[str, ...]:
-            if endpoint.peer_id != liar or calls_absent == "none":
-                return await absent_of(endpoint, electors)
-            absent = tuple(electors)[: 1 if calls_absent == "one" else None]
-            lied.extend(absent)
-            return absent
-
-        monkeypatch.setattr(coordinator.Coordination, "_make_plan", alone)
-        monkeypatch.setattr(coordinator, "absent_of", all_others)
-        await swarm.until(lambda: swarm.nodes["W"].log.round >= 3)
-        commit = swarm.nodes["W"].log.commit_at(3)
-        assert (commit.members == (liar,)) == (calls_absent == "none")
-        assert ("keeps its seat" in caplog.text) == bool(lied) == (calls_absent != "none")
-        assert len(set(commit.electorate) - {liar}) >= 2
-        await swarm.until_round(4)
-
-    simulate(main)
+    monkeypatch.setattr(coordinator.Coordination, "_make_plan", alone)
+    monkeypatch.setattr(coordinator, "absent_of", all_others)
+    await swarm.until(lambda: swarm.nodes["W"].log.round >= 3)
+    commit = swarm.nodes["W"].log.commit_at(3)
+    assert (commit.members == (liar,)) == (calls_absent == "none")
+    assert ("keeps its seat" in caplog.text) == bool(lied) == (calls_absent != "none")
+    assert len(set(commit.electorate) - {liar}) >= 2
+    await swarm.until_round(4)
 
 
 # Signed records -----------------------------------------------------------------------------------------------------------
@@ -281,112 +267,100 @@ def test_a_plan_that_was_derived_once_is_derived_anew_from_other_inputs(honest: 
 # After a crash ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_malformed_proposal_on_the_disk_costs_its_assignments_and_nothing_else(caplog: pytest.LogCaptureFixture) -> None:
-    async def main() -> None:
-        swarm = await swarm_in_round_2()
-        base = swarm.peers["B"].replica.base
-        assert base.plan is not None
-        results = swarm.peers["B"].replica.results.by_plan[base.plan.id]
-        swarm.kill("B")
-        wrong = dataclasses.replace(base.plan, proposal=dataclasses.replace(base.plan.proposal, announcements=()))
-        store = swarm.stores["B"] = swarm.stores["B"].reopen()
-        save_base(store, dataclasses.replace(base, plan=wrong))
-        results.plan, results.file = wrong, None
-        save_results(store, results)
-        swarm.start_again("B")
-        await swarm.until_finished()
-        swarm.assert_replicas_agree()
-        assert swarm.peers["B"].node.log.last.step == 50
-
-    simulate(main)
+async def test_a_malformed_proposal_on_the_disk_costs_its_assignments_and_nothing_else(
+    caplog: pytest.LogCaptureFixture
+) -> None:
+    swarm = await swarm_in_round_2()
+    base = swarm.peers["B"].replica.base
+    assert base.plan is not None
+    results = swarm.peers["B"].replica.results.by_plan[base.plan.id]
+    swarm.kill("B")
+    wrong = dataclasses.replace(base.plan, proposal=dataclasses.replace(base.plan.proposal, announcements=()))
+    store = swarm.stores["B"] = swarm.stores["B"].reopen()
+    save_base(store, dataclasses.replace(base, plan=wrong))
+    results.plan, results.file = wrong, None
+    save_results(store, results)
+    swarm.start_again("B")
+    await swarm.until_finished()
+    swarm.assert_replicas_agree()
+    assert swarm.peers["B"].node.log.last.step == 50
     assert "without the assignments of round 2 (" in caplog.text
     assert "nothing is to be done" in caplog.text
     assert "is left out" in caplog.text
 
 
 @pytest.mark.long
-def test_a_commit_that_died_with_its_coordinator_is_proposed_again_with_its_evidence() -> None:
+async def test_a_commit_that_died_with_its_coordinator_is_proposed_again_with_its_evidence() -> None:
     """One elector voted, crashed and lost its results; the evidence is on its disk with the vote, and it serves it."""
+    swarm = await swarm_in_round_2()
+    victim = next_coordinator(swarm)
+    voters: list[str] = []
 
-    async def main() -> None:
-        swarm = await swarm_in_round_2()
-        victim = next_coordinator(swarm)
-        voters: list[str] = []
+    def kill_after_a_vote(peer: str, method: str, index: int) -> None:
+        if method == ACCEPT and peer != victim and victim in swarm.peers:
+            voters.append(peer)
+            swarm.kill(victim)
 
-        def kill_after_a_vote(peer: str, method: str, index: int) -> None:
-            if method == ACCEPT and peer != victim and victim in swarm.peers:
-                voters.append(peer)
-                swarm.kill(victim)
-
-        swarm.network.hook = kill_after_a_vote
-        await swarm.until(lambda: victim not in swarm.peers, 200)
-        (voter,) = voters
-        swarm.kill(voter)
-        swarm.stores[voter] = swarm.stores[voter].reopen()
-        votes = read_votes(read_record(swarm.stores[voter], VOTES))
-        assert votes is not None
-        assert votes.accepted is not None
-        for name in swarm.stores[voter].names(RESULTS_OF):
-            swarm.stores[voter].delete(name)
-        for peer in (*swarm.peers.values(), swarm.helper):
-            if peer.node.peer_id != voter:
-                peer.replica.validity._valid.clear()
-                peer.replica.results.evidence.clear()
-        swarm.start_again(voter)
-        assert swarm.nodes[voter].decisions.validity.attachments(votes.accepted) == votes.attachments
-        await swarm.until(lambda: swarm.nodes[voter].log.round >= 3, 400)
-        assert swarm.nodes[voter].log.commit_at(3).id == votes.accepted.id
-        await swarm.until_finished()
-        swarm.assert_replicas_agree()
-
-    simulate(main)
+    swarm.network.hook = kill_after_a_vote
+    await swarm.until(lambda: victim not in swarm.peers, 200)
+    (voter,) = voters
+    swarm.kill(voter)
+    swarm.stores[voter] = swarm.stores[voter].reopen()
+    votes = read_votes(read_record(swarm.stores[voter], VOTES))
+    assert votes is not None
+    assert votes.accepted is not None
+    for name in swarm.stores[voter].names(RESULTS_OF):
+        swarm.stores[voter].delete(name)
+    for peer in (*swarm.peers.values(), swarm.helper):
+        if peer.node.peer_id != voter:
+            peer.replica.validity._valid.clear()
+            peer.replica.results.evidence.clear()
+    swarm.start_again(voter)
+    assert swarm.nodes[voter].decisions.validity.attachments(votes.accepted) == votes.attachments
+    await swarm.until(lambda: swarm.nodes[voter].log.round >= 3, 400)
+    assert swarm.nodes[voter].log.commit_at(3).id == votes.accepted.id
+    await swarm.until_finished()
+    swarm.assert_replicas_agree()
 
 
-def test_an_elector_that_has_nothing_of_the_plan_fetches_the_evidence(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def main() -> None:
-        swarm = await swarm_in_round_2()
-        first = next_coordinator(swarm)
-        assert "W" in swarm.nodes["A"].log.last.electorate
-        honest, stranger = swarm.nodes[first].decisions.validity, swarm.nodes["W"].decisions.validity
-        checks: list[asyncio.Task[None]] = []
-        hold, drive = honest.hold, coordinator._drive
+async def test_an_elector_that_has_nothing_of_the_plan_fetches_the_evidence(monkeypatch: pytest.MonkeyPatch) -> None:
+    swarm = await swarm_in_round_2()
+    first = next_coordinator(swarm)
+    assert "W" in swarm.nodes["A"].log.last.electorate
+    honest, stranger = swarm.nodes[first].decisions.validity, swarm.nodes["W"].decisions.validity
+    checks: list[asyncio.Task[None]] = []
+    hold, drive = honest.hold, coordinator._drive
 
-        async def propose_late(node: Node, proposer: Proposer, sends: Sequence[Send]) -> None:
-            await asyncio.sleep(3.0 if proposer.state is ProposerState.PROPOSING else 0.0)
-            await drive(node, proposer, sends)
+    async def propose_late(node: Node, proposer: Proposer, sends: Sequence[Send]) -> None:
+        await asyncio.sleep(3.0 if proposer.state is ProposerState.PROPOSING else 0.0)
+        await drive(node, proposer, sends)
 
-        async def check(commit: Commit, evidence: bytes) -> None:
-            stranger.kept.by_plan.clear()
-            wrong = dataclasses.replace(commit, tokens=commit.tokens + 1)
-            with pytest.raises(Refused, match="does not follow from its evidence: tokens"):
-                await stranger.require(wrong, evidence, first)
-            assert not stranger.is_valid(wrong)
-            await stranger.require(commit, evidence, first)
-            assert stranger.is_valid(commit)
+    async def check(commit: Commit, evidence: bytes) -> None:
+        stranger.kept.by_plan.clear()
+        wrong = dataclasses.replace(commit, tokens=commit.tokens + 1)
+        with pytest.raises(Refused, match="does not follow from its evidence: tokens"):
+            await stranger.require(wrong, evidence, first)
+        assert not stranger.is_valid(wrong)
+        await stranger.require(commit, evidence, first)
+        assert stranger.is_valid(commit)
 
-        def hold_and_check(commit: Commit, results: Any, reports: Any) -> None:
-            hold(commit, results, reports)
-            checks.append(asyncio.ensure_future(check(commit, honest.evidence_of(commit))))
+    def hold_and_check(commit: Commit, results: Any, reports: Any) -> None:
+        hold(commit, results, reports)
+        checks.append(asyncio.ensure_future(check(commit, honest.evidence_of(commit))))
 
-        monkeypatch.setattr(honest, "hold", hold_and_check)
-        monkeypatch.setattr(coordinator, "_drive", propose_late)
-        await swarm.until(lambda: bool(checks) and checks[0].done())
-        checks[0].result()
-
-    simulate(main)
+    monkeypatch.setattr(honest, "hold", hold_and_check)
+    monkeypatch.setattr(coordinator, "_drive", propose_late)
+    await swarm.until(lambda: bool(checks) and checks[0].done())
+    checks[0].result()
 
 
-def test_a_certified_commit_that_contradicts_its_plan_is_refused_and_its_signers_are_named() -> None:
+async def test_a_certified_commit_that_contradicts_its_plan_is_refused_and_its_signers_are_named() -> None:
     """As a majority of lying electors could certify it."""
-
-    async def main() -> None:
-        swarm = await swarm_in_round_2()
-        node = swarm.nodes["A"]
-        decided = node.log.at(node.log.round)
-        wrong = dataclasses.replace(decided, commit=dataclasses.replace(decided.commit, step=decided.commit.step + 1))
-        with pytest.raises(Refused, match=f"contradicts its plan .step.; signed by {decided.votes[0].elector}"):
-            node.decisions.validity.require_fit(wrong)
-        node.decisions.validity.require_fit(decided)
-        await swarm.until_finished()
-
-    simulate(main)
+    swarm = await swarm_in_round_2()
+    node = swarm.nodes["A"]
+    decided = node.log.at(node.log.round)
+    wrong = dataclasses.replace(decided, commit=dataclasses.replace(decided.commit, step=decided.commit.step + 1))
+    with pytest.raises(Refused, match=f"contradicts its plan .step.; signed by {decided.votes[0].elector}"):
+        node.decisions.validity.require_fit(wrong)
+    node.decisions.validity.require_fit(decided)
+    await swarm.until_finished()

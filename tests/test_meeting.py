@@ -11,41 +11,33 @@ from spes_p2p.messages.framing import MAX_FRAME_BYTES
 from spes_p2p.messages.rounds import Proposal
 from spes_p2p.peer.coordinator import fitting
 from spes_p2p.testing.simulate.swarm import VirtualSwarm, campaign
-from spes_p2p.testing.virtual_loop import run_virtual
 
 
-def test_the_short_phases_of_one_trainer_keep_nobody_out() -> None:
+async def test_the_short_phases_of_one_trainer_keep_nobody_out() -> None:
     """A phase takes a tenth of a second here, less than it takes to learn of a round and to announce for the next one."""
-
-    async def main() -> None:
-        swarm = VirtualSwarm(campaign(total_steps=20000, sync={"min_peers": 1}), seconds_per_step=0.01)
-        swarm.start_all("A")
-        await swarm.until(lambda: swarm.round_of("A") >= 3)
-        began = swarm.round_of("A")
-        swarm.start("B")
-        swarm.start("C")
-        await swarm.until(lambda: any({"B", "C"} <= set(c.members) for c in swarm.recorders["A"].commits().values()))
-        assert swarm.round_of("A") < began + 30
-
-    run_virtual(main())
+    swarm = VirtualSwarm(campaign(total_steps=20000, sync={"min_peers": 1}), seconds_per_step=0.01)
+    swarm.start_all("A")
+    await swarm.until(lambda: swarm.round_of("A") >= 3)
+    began = swarm.round_of("A")
+    swarm.start("B")
+    swarm.start("C")
+    await swarm.until(lambda: any({"B", "C"} <= set(c.members) for c in swarm.recorders["A"].commits().values()))
+    assert swarm.round_of("A") < began + 30
 
 
-def test_who_came_too_late_and_is_dead_holds_up_one_round_at_most() -> None:
-    async def main() -> None:
-        swarm = VirtualSwarm(campaign(total_steps=20000, sync={"min_peers": 1}), seconds_per_step=0.01)
-        swarm.start_all("A")
-        await swarm.until(lambda: swarm.round_of("A") >= 3)
-        swarm.start("B")
-        await swarm.until(lambda: swarm.round_of("B") >= 3)
-        swarm.kill("B")
-        late = swarm.peers["A"].coordinators.too_late
-        late.add("B", swarm.nodes["A"].log.last)
-        await swarm.until(lambda: not late.peers)
-        began, round_number = asyncio.get_running_loop().time(), swarm.round_of("A")
-        await swarm.until(lambda: swarm.round_of("A") >= round_number + 20)
-        assert asyncio.get_running_loop().time() - began < 40  # a round takes some 1 s, a wait in each `silence_s` more
-
-    run_virtual(main())
+async def test_who_came_too_late_and_is_dead_holds_up_one_round_at_most() -> None:
+    swarm = VirtualSwarm(campaign(total_steps=20000, sync={"min_peers": 1}), seconds_per_step=0.01)
+    swarm.start_all("A")
+    await swarm.until(lambda: swarm.round_of("A") >= 3)
+    swarm.start("B")
+    await swarm.until(lambda: swarm.round_of("B") >= 3)
+    swarm.kill("B")
+    late = swarm.peers["A"].coordinators.too_late
+    late.add("B", swarm.nodes["A"].log.last)
+    await swarm.until(lambda: not late.peers)
+    began, round_number = asyncio.get_running_loop().time(), swarm.round_of("A")
+    await swarm.until(lambda: swarm.round_of("A") >= round_number + 20)
+    assert asyncio.get_running_loop().time() - began < 40  # a round takes some 1 s, a wait in each `silence_s` more
 
 
 def test_a_plan_takes_no_more_members_than_a_proposal_can_name() -> None:

@@ -23,7 +23,6 @@ from spes_p2p.peer.durable import open_participant, perform
 from spes_p2p.testing.memory_store import MemoryStore
 from spes_p2p.testing.simulate.swarm import VirtualSwarm, campaign
 from spes_p2p.testing.simulated_identity import SimulatedIdentity
-from spes_p2p.testing.virtual_loop import run_virtual
 
 OWNER = "A"
 ROUNDS = 8
@@ -314,29 +313,26 @@ def test_a_crash_while_the_log_is_cut_leaves_the_old_log_or_the_new_one(point: s
 
 
 @pytest.mark.long
-def test_a_swarm_keeps_short_logs_and_a_late_joiner_and_those_that_were_away_go_on_with_it() -> None:
-    async def main() -> None:
-        swarm = VirtualSwarm(campaign(total_steps=100_000, sync={"min_peers": 2}))
-        swarm.start_bootstrap()
-        for name in "ABCE":
-            swarm.start(name)
-        await swarm.until(lambda: all(swarm.round_of(name) >= 3 for name in "ABCE"))
-        swarm.kill("C")
-        swarm.network.stop("E")
-        await swarm.until(lambda: swarm.round_of("A") >= 4 * ROUNDS and swarm.round_of("B") >= 4 * ROUNDS)
-        for peer in (swarm.peers["A"], swarm.peers["B"]):
-            assert peer.node.log.begins > 3
-        swarm.start_again("C")
-        swarm.start("D")
-        swarm.network.resume("E")
-        reached = swarm.round_of("A") + 5
-        await swarm.until(lambda: all(swarm.round_of(name) >= reached for name in "ABCDE"))
-        for name in "ABCDE":
-            log = swarm.peers[name].node.log
-            assert log.begins > 0
-            assert log.round - log.begins < 3 * ROUNDS
-        assert {"C", "D", "E"} <= set(swarm.peers["A"].node.log.last.members)
-        swarm.assert_same_commits()
-        assert all(len(digests) == 1 for digests in swarm.digests().values())
-
-    run_virtual(main())
+async def test_a_swarm_keeps_short_logs_and_a_late_joiner_and_those_that_were_away_go_on_with_it() -> None:
+    swarm = VirtualSwarm(campaign(total_steps=100_000, sync={"min_peers": 2}))
+    swarm.start_bootstrap()
+    for name in "ABCE":
+        swarm.start(name)
+    await swarm.until(lambda: all(swarm.round_of(name) >= 3 for name in "ABCE"))
+    swarm.kill("C")
+    swarm.network.stop("E")
+    await swarm.until(lambda: swarm.round_of("A") >= 4 * ROUNDS and swarm.round_of("B") >= 4 * ROUNDS)
+    for peer in (swarm.peers["A"], swarm.peers["B"]):
+        assert peer.node.log.begins > 3
+    swarm.start_again("C")
+    swarm.start("D")
+    swarm.network.resume("E")
+    reached = swarm.round_of("A") + 5
+    await swarm.until(lambda: all(swarm.round_of(name) >= reached for name in "ABCDE"))
+    for name in "ABCDE":
+        log = swarm.peers[name].node.log
+        assert log.begins > 0
+        assert log.round - log.begins < 3 * ROUNDS
+    assert {"C", "D", "E"} <= set(swarm.peers["A"].node.log.last.members)
+    swarm.assert_same_commits()
+    assert all(len(digests) == 1 for digests in swarm.digests().values())

@@ -16,7 +16,7 @@ from spes_p2p.rounds.outer import base_size, first_base, momentum_offsets, outer
 from spes_p2p.rounds.part_table import part_table
 from spes_p2p.rounds.parts import Part
 from spes_p2p.rounds.planned import Member, Merge
-from spes_p2p.testing.simulate.swarm import LAYOUT, VirtualSwarm, campaign, simulate
+from spes_p2p.testing.simulate.swarm import LAYOUT, VirtualSwarm, campaign
 
 PLAIN = OuterConfig()
 DILOCO = OuterConfig(shared_learning_rate=0.7, shared_momentum=0.9, router_learning_rate=0.5, experts_learning_rate=0.4,
@@ -118,31 +118,25 @@ OUTER_SECTION = DILOCO.model_dump()
 
 
 @pytest.mark.long
-def test_whoever_joins_late_applies_the_next_rounds_to_the_same_bits() -> None:
-    async def main() -> None:
-        swarm = VirtualSwarm(campaign(total_steps=80, outer=OUTER_SECTION))
-        swarm.start_all("ABC")
-        await swarm.until_round(3)
-        swarm.start("D")
-        await swarm.until_finished()
-        swarm.assert_replicas_agree()
-        applied = [number for number in swarm.recorders["D"].commits() if number > 4]
-        assert len(applied) >= 3
-        momentum = swarm.peers["D"].replica.base.values[LAYOUT.size :]
-        assert momentum.size == base_size(LAYOUT, DILOCO) - LAYOUT.size
-        assert np.abs(momentum).max() > 0
-
-    simulate(main)
+async def test_whoever_joins_late_applies_the_next_rounds_to_the_same_bits() -> None:
+    swarm = VirtualSwarm(campaign(total_steps=80, outer=OUTER_SECTION))
+    swarm.start_all("ABC")
+    await swarm.until_round(3)
+    swarm.start("D")
+    await swarm.until_finished()
+    swarm.assert_replicas_agree()
+    applied = [number for number in swarm.recorders["D"].commits() if number > 4]
+    assert len(applied) >= 3
+    momentum = swarm.peers["D"].replica.base.values[LAYOUT.size :]
+    assert momentum.size == base_size(LAYOUT, DILOCO) - LAYOUT.size
+    assert np.abs(momentum).max() > 0
 
 
 @pytest.mark.long
-def test_a_peer_that_crashed_goes_on_with_the_momentum_on_its_disk() -> None:
-    async def main() -> None:
-        swarm = VirtualSwarm(campaign(total_steps=80, outer=OUTER_SECTION))
-        swarm.start_all("ABC")
-        await swarm.until_round(3)
-        swarm.restart("B")
-        await swarm.until_finished()
-        swarm.assert_replicas_agree()
-
-    simulate(main)
+async def test_a_peer_that_crashed_goes_on_with_the_momentum_on_its_disk() -> None:
+    swarm = VirtualSwarm(campaign(total_steps=80, outer=OUTER_SECTION))
+    swarm.start_all("ABC")
+    await swarm.until_round(3)
+    swarm.restart("B")
+    await swarm.until_finished()
+    swarm.assert_replicas_agree()

@@ -110,57 +110,51 @@ def decoded(part: Part, values: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize("codec", ["none", "int8", "int4", "ternary", "sparse", "sparse64"])
-def test_two_peers_hold_what_the_formula_says_after_every_round(codec: str) -> None:
-    async def main() -> None:
-        watching: dict[str, Watching] = {}
+async def test_two_peers_hold_what_the_formula_says_after_every_round(codec: str) -> None:
+    watching: dict[str, Watching] = {}
 
-        def watch(name: str, recorder: Recorder) -> Observer:
-            watching[name] = Watching(lambda: swarm, name, recorder)
-            return watching[name]
+    def watch(name: str, recorder: Recorder) -> Observer:
+        watching[name] = Watching(lambda: swarm, name, recorder)
+        return watching[name]
 
-        swarm = VirtualSwarm(overlapping(40, codec, 2, merge={"merge_interval": None}), make_observer=watch)
-        base0 = swarm.base0[: LAYOUT.size]
-        swarm.start_all("AB")
-        await swarm.until_finished()
-        reference = Reference(base0)
-        for number in range(1, 6):
-            seen = {name: watching[name].seen[number] for name in PEERS}
-            base, sent = reference.reduce(seen["A"].parts, seen["A"].members)
-            for name in PEERS:
-                reference.train(name, seen[name].trained)
-            reference.apply(base, sent)
-            for name in PEERS:
-                np.testing.assert_allclose(seen[name].base, reference.base, atol=1e-6)
-                np.testing.assert_allclose(seen[name].local, reference.local[name], atol=1e-6)
-                np.testing.assert_allclose(
-                    seen[name].local - seen[name].base, reference.local[name] - reference.base, atol=1e-6
-                )
-                for start, residual in seen[name].residuals.items():
-                    np.testing.assert_allclose(residual, reference.residuals[name, start], atol=1e-6)
-            np.testing.assert_array_equal(seen["A"].base, seen["B"].base)
-        assert not np.array_equal(reference.base, base0)
-
-    simulate(main)
+    swarm = VirtualSwarm(overlapping(40, codec, 2, merge={"merge_interval": None}), make_observer=watch)
+    base0 = swarm.base0[: LAYOUT.size]
+    swarm.start_all("AB")
+    await swarm.until_finished()
+    reference = Reference(base0)
+    for number in range(1, 6):
+        seen = {name: watching[name].seen[number] for name in PEERS}
+        base, sent = reference.reduce(seen["A"].parts, seen["A"].members)
+        for name in PEERS:
+            reference.train(name, seen[name].trained)
+        reference.apply(base, sent)
+        for name in PEERS:
+            np.testing.assert_allclose(seen[name].base, reference.base, atol=1e-6)
+            np.testing.assert_allclose(seen[name].local, reference.local[name], atol=1e-6)
+            np.testing.assert_allclose(
+                seen[name].local - seen[name].base, reference.local[name] - reference.base, atol=1e-6
+            )
+            for start, residual in seen[name].residuals.items():
+                np.testing.assert_allclose(residual, reference.residuals[name, start], atol=1e-6)
+        np.testing.assert_array_equal(seen["A"].base, seen["B"].base)
+    assert not np.array_equal(reference.base, base0)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(("codec", "left"), [("fp16", 1e-4), ("ternary", 2e-3), ("sparse64", 2e-3)])
-def test_an_update_is_applied_one_phase_after_it_was_announced_and_all_of_it_in_the_end(codec: str, left: float) -> None:
-    async def main() -> None:
-        swarm = VirtualSwarm(overlapping(codec=codec))
-        swarm.start_all()
-        await swarm.until_finished()
-        swarm.assert_replicas_agree()
-        commits = swarm.recorders["A"].commits()
-        assert sorted(commits) == list(range(8))
-        assert [commits[number].tokens for number in range(8)] == [0, 0, *[960] * 6]
-        assert commits[7].campaign_step == 60
-        assert swarm.trained_tokens() == commits[7].total_tokens
-        for name, peer in swarm.peers.items():
-            assert not peer.replica.ledger.pending.tokens
-            assert np.abs(swarm.trainers[name].local - peer.replica.base.values[: LAYOUT.size]).max() < left
-
-    simulate(main)
+async def test_an_update_is_applied_one_phase_after_it_was_announced_and_all_of_it_in_the_end(codec: str, left: float) -> None:
+    swarm = VirtualSwarm(overlapping(codec=codec))
+    swarm.start_all()
+    await swarm.until_finished()
+    swarm.assert_replicas_agree()
+    commits = swarm.recorders["A"].commits()
+    assert sorted(commits) == list(range(8))
+    assert [commits[number].tokens for number in range(8)] == [0, 0, *[960] * 6]
+    assert commits[7].campaign_step == 60
+    assert swarm.trained_tokens() == commits[7].total_tokens
+    for name, peer in swarm.peers.items():
+        assert not peer.replica.ledger.pending.tokens
+        assert np.abs(swarm.trainers[name].local - peer.replica.base.values[: LAYOUT.size]).max() < left
 
 
 @pytest.mark.long
@@ -188,35 +182,31 @@ def test_a_round_that_is_shorter_than_a_phase_costs_no_time() -> None:
 @pytest.mark.parametrize("away_s", [0.0, 5.0, 60.0])
 @pytest.mark.sampled(1)
 @pytest.mark.long
-def test_who_crashes_with_a_round_in_flight_sends_nothing_twice(away_s: float) -> None:
+async def test_who_crashes_with_a_round_in_flight_sends_nothing_twice(away_s: float) -> None:
     """Its update is in the new base, its codes died with it; the checkpoint has the update, and how much work that is."""
+    watching: dict[str, Watching] = {}
 
-    async def main() -> None:
-        watching: dict[str, Watching] = {}
+    def watch(name: str, recorder: Recorder) -> Observer:
+        watching.setdefault(name, Watching(lambda: swarm, name, recorder))
+        return watching[name]
 
-        def watch(name: str, recorder: Recorder) -> Observer:
-            watching.setdefault(name, Watching(lambda: swarm, name, recorder))
-            return watching[name]
-
-        swarm = VirtualSwarm(overlapping(120, "none", merge={"merge_interval": None}), make_observer=watch)
-        swarm.start_all()
-        await swarm.until_round(3)
-        await swarm.until(lambda: swarm.trainers["B"].samples_by_round.get(4) is not None, 100)
-        victim = next(name for name in PEERS if name != swarm.peers["C"].node.coordinators()[0])
-        kill_at_vote(swarm, victim)
-        await swarm.until(lambda: victim not in swarm.peers, 200)
-        await asyncio.sleep(away_s)
-        swarm.start_again(victim)
-        await swarm.until(lambda: 5 in watching[victim].seen, 100)
-        seen = watching[victim].seen[5]
-        commits = swarm.recorders[victim].commits()
-        assert [tokens for peer, tokens, _ in commits[5].contributions if peer == victim] == [320]
-        np.testing.assert_allclose(seen.local - seen.base, seen.trained, atol=1e-6)
-        await swarm.until_finished()
-        swarm.assert_replicas_agree()
-        assert swarm.recorders["C"].commits()[13].total_tokens <= swarm.trained_tokens()
-
-    simulate(main)
+    swarm = VirtualSwarm(overlapping(120, "none", merge={"merge_interval": None}), make_observer=watch)
+    swarm.start_all()
+    await swarm.until_round(3)
+    await swarm.until(lambda: swarm.trainers["B"].samples_by_round.get(4) is not None, 100)
+    victim = next(name for name in PEERS if name != swarm.peers["C"].node.coordinators()[0])
+    kill_at_vote(swarm, victim)
+    await swarm.until(lambda: victim not in swarm.peers, 200)
+    await asyncio.sleep(away_s)
+    swarm.start_again(victim)
+    await swarm.until(lambda: 5 in watching[victim].seen, 100)
+    seen = watching[victim].seen[5]
+    commits = swarm.recorders[victim].commits()
+    assert [tokens for peer, tokens, _ in commits[5].contributions if peer == victim] == [320]
+    np.testing.assert_allclose(seen.local - seen.base, seen.trained, atol=1e-6)
+    await swarm.until_finished()
+    swarm.assert_replicas_agree()
+    assert swarm.recorders["C"].commits()[13].total_tokens <= swarm.trained_tokens()
 
 
 async def swarm_in_round_4(step_s: float, watching: dict[str, Watching], steps_at_risk: int = 1) -> VirtualSwarm:
@@ -257,139 +247,121 @@ def test_those_killed_during_phase_and_exchange_continue_both() -> None:
     np.testing.assert_allclose(struck, quiet, atol=1e-6)
 
 
-def test_who_is_killed_in_a_phase_after_its_round_was_decided_sends_what_the_checkpoint_has_and_returns_the_rest() -> None:
-    async def main() -> None:
-        swarm = await swarm_in_round_4(10.0, {})
-        await asyncio.sleep(35)
-        assert swarm.nodes["B"].log.round == 4
-        phase = swarm.peers["B"].replica.base.assignment("B")
-        assert phase is not None
-        swarm.restart("B")
-        await swarm.until(lambda: swarm.peers["B"].phases.lock.locked())
-        replica, trainer = swarm.peers["B"].replica, swarm.trainers["B"]
-        done = replica.progress[1]
-        assert 2 <= done <= 3
-        assert (replica.base.round, replica.ledger.announced.tokens) == (4, done * 32)
-        again = SyntheticTrainer(LAYOUT, np.zeros(LAYOUT.size, np.float32), phase.owned, 32, 1.0, swarm.network.seed)
-        steps = iter(range(done))
-        again.train(Phase(4, 0, 10, phase.steps, phase.slices), lambda: next(steps, None) is None, lambda done, speed: None)
-        pending = trainer.local - trainer.changes - replica.base.values[: LAYOUT.size]
-        np.testing.assert_allclose(pending, again.local, atol=1e-5)
-        await swarm.until_round(7)
-        included = {peer: tokens for peer, tokens, _ in swarm.recorders["C"].commits()[5].contributions}
-        assert included["B"] == done * 32
-        left = set(samples(list(phase.slices))[done * 2 :])
-        later = Counter(
-            sample for by_round in swarm.samples.values() for number, each in by_round.items() if number > 5
-            for sample in samples(each)
-        )
-        assert all(later[sample] == 1 for sample in left)
+async def test_who_is_killed_in_a_phase_after_its_round_was_decided_sends_what_the_checkpoint_has_and_returns_the_rest(
 
-    simulate(main)
+) -> None:
+    swarm = await swarm_in_round_4(10.0, {})
+    await asyncio.sleep(35)
+    assert swarm.nodes["B"].log.round == 4
+    phase = swarm.peers["B"].replica.base.assignment("B")
+    assert phase is not None
+    swarm.restart("B")
+    await swarm.until(lambda: swarm.peers["B"].phases.lock.locked())
+    replica, trainer = swarm.peers["B"].replica, swarm.trainers["B"]
+    done = replica.progress[1]
+    assert 2 <= done <= 3
+    assert (replica.base.round, replica.ledger.announced.tokens) == (4, done * 32)
+    again = SyntheticTrainer(LAYOUT, np.zeros(LAYOUT.size, np.float32), phase.owned, 32, 1.0, swarm.network.seed)
+    steps = iter(range(done))
+    again.train(Phase(4, 0, 10, phase.steps, phase.slices), lambda: next(steps, None) is None, lambda done, speed: None)
+    pending = trainer.local - trainer.changes - replica.base.values[: LAYOUT.size]
+    np.testing.assert_allclose(pending, again.local, atol=1e-5)
+    await swarm.until_round(7)
+    included = {peer: tokens for peer, tokens, _ in swarm.recorders["C"].commits()[5].contributions}
+    assert included["B"] == done * 32
+    left = set(samples(list(phase.slices))[done * 2 :])
+    later = Counter(
+        sample for by_round in swarm.samples.values() for number, each in by_round.items() if number > 5
+        for sample in samples(each)
+    )
+    assert all(later[sample] == 1 for sample in left)
 
 
-def test_who_leaves_after_a_restart_gives_back_the_samples_of_the_phase_before_it() -> None:
-    async def main() -> None:
-        swarm = await swarm_in_round_4(10.0, {})
-        await asyncio.sleep(35)
-        phase = swarm.peers["B"].replica.base.assignment("B")
-        assert phase is not None
-        swarm.restart("B")
-        await swarm.until(lambda: swarm.peers["B"].phases.lock.locked())
-        assert swarm.peers["B"].replica.base.round == 4
-        swarm.peers["B"].leave()
-        await swarm.until(swarm.tasks["B"].done)
-        del swarm.peers["B"]
-        await swarm.until_round(8)
-        later = Counter(
-            sample for name in "AC" for number, each in swarm.samples[name].items() if number > 5 for sample in samples(each)
-        )
-        assert all(later[sample] == 1 for sample in samples(list(phase.slices)))
-
-    simulate(main)
+async def test_who_leaves_after_a_restart_gives_back_the_samples_of_the_phase_before_it() -> None:
+    swarm = await swarm_in_round_4(10.0, {})
+    await asyncio.sleep(35)
+    phase = swarm.peers["B"].replica.base.assignment("B")
+    assert phase is not None
+    swarm.restart("B")
+    await swarm.until(lambda: swarm.peers["B"].phases.lock.locked())
+    assert swarm.peers["B"].replica.base.round == 4
+    swarm.peers["B"].leave()
+    await swarm.until(swarm.tasks["B"].done)
+    del swarm.peers["B"]
+    await swarm.until_round(8)
+    later = Counter(
+        sample for name in "AC" for number, each in swarm.samples[name].items() if number > 5 for sample in samples(each)
+    )
+    assert all(later[sample] == 1 for sample in samples(list(phase.slices)))
 
 
 @pytest.mark.parametrize("killed_after_s", [0.6, 4.5], ids=["before its round is decided", "before it is applied"])
-def test_who_leaves_at_once_after_a_restart_gives_back_all_that_no_round_includes(killed_after_s: float) -> None:
+async def test_who_leaves_at_once_after_a_restart_gives_back_all_that_no_round_includes(killed_after_s: float) -> None:
     """What it announced was trained before the crash, and is in no round: the base's plan does not name these samples."""
-
-    async def main() -> None:
-        swarm = VirtualSwarm(overlapping(400), network=MemoryNetwork(latency_s=0.2))
-        swarm.start_all()
-        await swarm.until_round(3)
-        await asyncio.sleep(killed_after_s)
-        swarm.restart("B")
-        swarm.peers["B"].leave()
-        await swarm.until(swarm.tasks["B"].done)
-        del swarm.peers["B"]
-        await swarm.until_round(12)
-        commits = {each.commit.round: each.commit for each in swarm.nodes["A"].log.since(0)}
-        others = Counter(sample for name in "AC" for each in swarm.samples[name].values() for sample in samples(each))
-        for number, commit in commits.items():
-            if "B" in commit.members:
-                assigned = samples(list(commit.workloads[commit.members.index("B")].slices))
-                later = commits[number + 2]  # a phase is in the round after the next one
-                is_included = "B" in later.members and later.members.index("B") in later.heard
-                assert {others[sample] for sample in assigned} <= {0 if is_included else 1}
-
-    simulate(main)
+    swarm = VirtualSwarm(overlapping(400), network=MemoryNetwork(latency_s=0.2))
+    swarm.start_all()
+    await swarm.until_round(3)
+    await asyncio.sleep(killed_after_s)
+    swarm.restart("B")
+    swarm.peers["B"].leave()
+    await swarm.until(swarm.tasks["B"].done)
+    del swarm.peers["B"]
+    await swarm.until_round(12)
+    commits = {each.commit.round: each.commit for each in swarm.nodes["A"].log.since(0)}
+    others = Counter(sample for name in "AC" for each in swarm.samples[name].values() for sample in samples(each))
+    for number, commit in commits.items():
+        if "B" in commit.members:
+            assigned = samples(list(commit.workloads[commit.members.index("B")].slices))
+            later = commits[number + 2]  # a phase is in the round after the next one
+            is_included = "B" in later.members and later.members.index("B") in later.heard
+            assert {others[sample] for sample in assigned} <= {0 if is_included else 1}
 
 
-def test_a_phase_that_a_checkpoint_has_in_part_is_in_the_next_one_as_soon_as_its_round_is_applied() -> None:
+async def test_a_phase_that_a_checkpoint_has_in_part_is_in_the_next_one_as_soon_as_its_round_is_applied() -> None:
     """The base goes on then, and the checkpoint is of the last one."""
-
-    async def main() -> None:
-        swarm = await swarm_in_round_4(10.0, {}, steps_at_risk=7)
-        while (stored := load_base(swarm.stores["B"], swarm.base0.size, "B")) is None or stored.round < 4:
-            await asyncio.sleep(0.01)
-        swarm.restart("B")
-        await swarm.until_round(5)
-        included = {peer: tokens for peer, tokens, _ in swarm.recorders["C"].commits()[5].contributions}
-        assert included["B"] == 320
-
-    simulate(main)
+    swarm = await swarm_in_round_4(10.0, {}, steps_at_risk=7)
+    while (stored := load_base(swarm.stores["B"], swarm.base0.size, "B")) is None or stored.round < 4:
+        await asyncio.sleep(0.01)
+    swarm.restart("B")
+    await swarm.until_round(5)
+    included = {peer: tokens for peer, tokens, _ in swarm.recorders["C"].commits()[5].contributions}
+    assert included["B"] == 320
 
 
 @pytest.mark.long
-def test_within_an_epoch_no_sample_is_trained_twice_and_none_is_left_out() -> None:
-    async def main() -> None:
-        swarm = VirtualSwarm(overlapping(200))
-        swarm.start_all()
-        await swarm.until_finished()
-        trained = Counter(
-            sample for by_round in swarm.samples.values() for each in by_round.values() for sample in samples(each)
-        )
-        assert set(trained.values()) == {1}
-        epochs = Counter(epoch for epoch, _ in trained)
-        assert all(epochs[epoch] == NUM_SAMPLES for epoch in range(max(epochs)))
-
-    simulate(main)
+async def test_within_an_epoch_no_sample_is_trained_twice_and_none_is_left_out() -> None:
+    swarm = VirtualSwarm(overlapping(200))
+    swarm.start_all()
+    await swarm.until_finished()
+    trained = Counter(
+        sample for by_round in swarm.samples.values() for each in by_round.values() for sample in samples(each)
+    )
+    assert set(trained.values()) == {1}
+    epochs = Counter(epoch for epoch, _ in trained)
+    assert all(epochs[epoch] == NUM_SAMPLES for epoch in range(max(epochs)))
 
 
 @pytest.mark.parametrize("delay_s", [0.3, 3.0, 9.9, 10.2])
 @pytest.mark.sampled(1)
 @pytest.mark.long
-def test_who_leaves_politely_gives_back_the_samples_of_all_work_that_was_not_included(delay_s: float) -> None:
-    async def main() -> None:
-        swarm = VirtualSwarm(overlapping(300))
-        swarm.start_all()
-        await swarm.until_round(3)
-        await asyncio.sleep(delay_s)
-        swarm.peers["B"].leave()
-        await swarm.until(lambda: swarm.tasks["B"].done())
-        commits = swarm.recorders["B"].commits()
-        included = sum(tokens for commit in commits.values() for peer, tokens, _ in commit.contributions if peer == "B")
-        del swarm.peers["B"]
-        await swarm.until_round(15)
-        others = Counter(
-            sample for name in "AC" for each in swarm.samples[name].values() for sample in samples(each)
-        )
-        mine = [sample for number in sorted(swarm.samples["B"]) for sample in samples(swarm.samples["B"][number])]
-        lost = mine[included // swarm.campaign.config.training.sequence_length :]
-        assert all(others[sample] == 1 for sample in lost)
-        assert not any(others[sample] for sample in mine[: len(mine) - len(lost)])
-
-    simulate(main)
+async def test_who_leaves_politely_gives_back_the_samples_of_all_work_that_was_not_included(delay_s: float) -> None:
+    swarm = VirtualSwarm(overlapping(300))
+    swarm.start_all()
+    await swarm.until_round(3)
+    await asyncio.sleep(delay_s)
+    swarm.peers["B"].leave()
+    await swarm.until(lambda: swarm.tasks["B"].done())
+    commits = swarm.recorders["B"].commits()
+    included = sum(tokens for commit in commits.values() for peer, tokens, _ in commit.contributions if peer == "B")
+    del swarm.peers["B"]
+    await swarm.until_round(15)
+    others = Counter(
+        sample for name in "AC" for each in swarm.samples[name].values() for sample in samples(each)
+    )
+    mine = [sample for number in sorted(swarm.samples["B"]) for sample in samples(swarm.samples["B"][number])]
+    lost = mine[included // swarm.campaign.config.training.sequence_length :]
+    assert all(others[sample] == 1 for sample in lost)
+    assert not any(others[sample] for sample in mine[: len(mine) - len(lost)])
 
 
 def kill_at_vote(swarm: VirtualSwarm, victim: str, number: int = 5) -> None:

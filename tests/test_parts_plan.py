@@ -29,7 +29,7 @@ from spes_p2p.rounds.plan import Rules, alpha_due, campaign_step, check_announce
 from spes_p2p.rounds.planned import Member, Plan
 from spes_p2p.rounds.reducers import DELEGATION_RATIO, extra_copies
 from spes_p2p.rounds.traffic import SHORTEST_LIMIT_S, SLOWEST_BYTES_PER_S, exchange_limit_s, traffic
-from spes_p2p.testing.simulate.swarm import EXPERTS, NUM_SAMPLES, campaign, simulate
+from spes_p2p.testing.simulate.swarm import EXPERTS, NUM_SAMPLES, campaign
 
 CAMPAIGN = campaign()
 RULES = Rules(CAMPAIGN.config, CAMPAIGN.hash, NUM_SAMPLES)
@@ -307,39 +307,30 @@ def test_what_leavers_gave_back_is_handed_out_first() -> None:
 @pytest.mark.parametrize(
     "wrong", [{"plan": "other"}, {"roots": (b"",) * 3}, {"parts": bytes(9)}, {"missing": (2,)}, {"incarnation": "0"}], ids=str
 )
-def test_a_report_that_does_not_fit_the_plan_is_refused(wrong: dict[str, Any]) -> None:
-    async def main() -> None:
-        plan = make_plan_of([member("A", 10, (4, 0, 0, 0)), member("B", 10, (0, 4, 0, 0))])
-        played = await Round.open(plan, random_updates(plan))
-        await played.run()
-        reports = played.staged()
-        check_staged(reports[0], played.empty())
-        with pytest.raises(WireError):
-            check_staged(dataclasses.replace(reports[0], **wrong), played.empty())
-
-    simulate(main)
+async def test_a_report_that_does_not_fit_the_plan_is_refused(wrong: dict[str, Any]) -> None:
+    plan = make_plan_of([member("A", 10, (4, 0, 0, 0)), member("B", 10, (0, 4, 0, 0))])
+    played = await Round.open(plan, random_updates(plan))
+    await played.run()
+    reports = played.staged()
+    check_staged(reports[0], played.empty())
+    with pytest.raises(WireError):
+        check_staged(dataclasses.replace(reports[0], **wrong), played.empty())
 
 
-def test_a_round_of_which_nothing_is_held_is_not_proposed() -> None:
-    async def main() -> None:
-        plan = make_plan_of([member("A", 10, (4, 0, 0, 0)), member("B", 10, (0, 4, 0, 0))])
-        played = await Round.open(plan, random_updates(plan))
-        await played.run(["A"])
-        with pytest.raises(Refused, match="too few members hold any part"):
-            played.commit(["A"])
-
-    simulate(main)
+async def test_a_round_of_which_nothing_is_held_is_not_proposed() -> None:
+    plan = make_plan_of([member("A", 10, (4, 0, 0, 0)), member("B", 10, (0, 4, 0, 0))])
+    played = await Round.open(plan, random_updates(plan))
+    await played.run(["A"])
+    with pytest.raises(Refused, match="too few members hold any part"):
+        played.commit(["A"])
 
 
-def test_who_cannot_be_dialled_is_no_elector() -> None:
-    async def main() -> None:
-        dialable = [member(peer, 10, (0,) * 4) for peer in "ACD"]
-        plan = make_plan_of([*dialable, member("B", 10, (0,) * 4, 0.0)])
-        played = await Round.open(plan, random_updates(plan))
-        await played.run()
-        assert played.commit().electorate == ("A", "C", "D")
-
-    simulate(main)
+async def test_who_cannot_be_dialled_is_no_elector() -> None:
+    dialable = [member(peer, 10, (0,) * 4) for peer in "ACD"]
+    plan = make_plan_of([*dialable, member("B", 10, (0,) * 4, 0.0)])
+    played = await Round.open(plan, random_updates(plan))
+    await played.run()
+    assert played.commit().electorate == ("A", "C", "D")
 
 
 @pytest.mark.parametrize(("bandwidths", "electorate"), [
@@ -349,18 +340,15 @@ def test_who_cannot_be_dialled_is_no_elector() -> None:
     ({"A": 0.0, "B": 0.0, "W": 1.0}, ("W",)),
     ({"A": 1.0, "B": 0.0}, ("A",)),
 ], ids=str)
-def test_of_several_trainers_none_decides_alone_where_a_helper_can(
+async def test_of_several_trainers_none_decides_alone_where_a_helper_can(
     bandwidths: dict[str, float], electorate: tuple[str, ...]
 ) -> None:
-    async def main() -> None:
-        plan = make_plan_of(
-            Member(peer, 0, (0,) * 4, bandwidth, trains=peer != "W") for peer, bandwidth in bandwidths.items()
-        )
-        played = await Round.open(plan, random_updates(plan))
-        await played.run()
-        assert played.commit(helpers=("W",) if "W" in bandwidths else ()).electorate == electorate
-
-    simulate(main)
+    plan = make_plan_of(
+        Member(peer, 0, (0,) * 4, bandwidth, trains=peer != "W") for peer, bandwidth in bandwidths.items()
+    )
+    played = await Round.open(plan, random_updates(plan))
+    await played.run()
+    assert played.commit(helpers=("W",) if "W" in bandwidths else ()).electorate == electorate
 
 
 BIG = Layout(

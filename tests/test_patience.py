@@ -32,7 +32,7 @@ from spes_p2p.testing.attacks.deciding import SilentCoordinator
 from spes_p2p.testing.attacks.kinds import ATTACKS, AttackKind
 from spes_p2p.testing.attacks.tamper import Liar, Tamper, changed, tampered
 from spes_p2p.testing.memory_state import Frame
-from spes_p2p.testing.simulate.swarm import VirtualSwarm, campaign, simulate
+from spes_p2p.testing.simulate.swarm import VirtualSwarm, campaign
 
 SILENCE_S = 5.0
 HONEST = "ABC"
@@ -60,41 +60,33 @@ async def longest_round_s(swarm: VirtualSwarm, rounds: int) -> float:
 
 @pytest.mark.long
 @pytest.mark.parametrize(("kind", "limit_s"), [("unproposing", 80.0), ("undeciding", 200.0)])
-def test_a_coordinator_that_lives_and_never_goes_on_holds_up_a_round_once(kind: AttackKind, limit_s: float) -> None:
+async def test_a_coordinator_that_lives_and_never_goes_on_holds_up_a_round_once(kind: AttackKind, limit_s: float) -> None:
     """It is first in turn in several of these rounds. Before that there was no bound."""
-
-    async def main() -> None:
-        swarm = swarm_of()
-        swarm.around["X"] = lambda world: ATTACKS[kind].around(Liar(world, swarm.campaign.config))
-        swarm.start_all(HONEST + "X")
-        assert await longest_round_s(swarm, GIVEN_UP_ROUNDS) < limit_s
-        failed = [event for event in swarm.recorders["A"].of(RoundFailed) if "lives and does not bring" in event.detail]
-        assert {event.reason for event in failed} == {"coordinator_lost"}
-        assert len(failed) == 1
-        turns = [coordinator_of(swarm, number) for number in range(2, GIVEN_UP_ROUNDS)]
-        assert "X" not in turns
-
-    simulate(main)
+    swarm = swarm_of()
+    swarm.around["X"] = lambda world: ATTACKS[kind].around(Liar(world, swarm.campaign.config))
+    swarm.start_all(HONEST + "X")
+    assert await longest_round_s(swarm, GIVEN_UP_ROUNDS) < limit_s
+    failed = [event for event in swarm.recorders["A"].of(RoundFailed) if "lives and does not bring" in event.detail]
+    assert {event.reason for event in failed} == {"coordinator_lost"}
+    assert len(failed) == 1
+    turns = [coordinator_of(swarm, number) for number in range(2, GIVEN_UP_ROUNDS)]
+    assert "X" not in turns
 
 
 @pytest.mark.long
-def test_a_coordinator_that_waits_for_half_of_the_trainers_is_not_overtaken() -> None:
+async def test_a_coordinator_that_waits_for_half_of_the_trainers_is_not_overtaken() -> None:
     """They train thirty times as long as planned, far beyond what a silent coordinator gets."""
-
-    async def main() -> None:
-        swarm = swarm_of(min_peers=3)
-        swarm.start_all(HONEST)
-        await swarm.until_round(2)
-        for name in "BC":
-            swarm.slow(name, 30.0)
-        began = asyncio.get_running_loop().time()
-        await swarm.until_round(3)
-        assert asyncio.get_running_loop().time() - began > 20 * SILENCE_S
-        await swarm.until_round(6)
-        assert not any(recorder.of(RoundFailed) for recorder in swarm.recorders.values())
-        swarm.assert_replicas_agree()
-
-    simulate(main)
+    swarm = swarm_of(min_peers=3)
+    swarm.start_all(HONEST)
+    await swarm.until_round(2)
+    for name in "BC":
+        swarm.slow(name, 30.0)
+    began = asyncio.get_running_loop().time()
+    await swarm.until_round(3)
+    assert asyncio.get_running_loop().time() - began > 20 * SILENCE_S
+    await swarm.until_round(6)
+    assert not any(recorder.of(RoundFailed) for recorder in swarm.recorders.values())
+    swarm.assert_replicas_agree()
 
 
 class Holder(SilentCoordinator):
@@ -124,21 +116,18 @@ class Holder(SilentCoordinator):
         return await super().send(frame) if self.has_begun else frame
 
 
-def test_a_member_that_is_kept_waiting_learns_of_a_round_that_the_others_decided() -> None:
-    async def main() -> None:
-        swarm, attacker, behind_s = swarm_of(), Holder("C"), 0.0
-        swarm.around["X"] = lambda world: tampered(Liar(world, swarm.campaign.config), attacker)
-        swarm.start_all(HONEST + "X")
-        await swarm.until_round(4)
-        attacker.has_begun = True
-        while not behind_s and swarm.round_of("A") < 24:
+async def test_a_member_that_is_kept_waiting_learns_of_a_round_that_the_others_decided() -> None:
+    swarm, attacker, behind_s = swarm_of(), Holder("C"), 0.0
+    swarm.around["X"] = lambda world: tampered(Liar(world, swarm.campaign.config), attacker)
+    swarm.start_all(HONEST + "X")
+    await swarm.until_round(4)
+    attacker.has_begun = True
+    while not behind_s and swarm.round_of("A") < 24:
+        await asyncio.sleep(0.5)
+        while swarm.round_of("C") < swarm.round_of("A") and swarm.peers["C"].coordinators.patience.waits_for == "X":
             await asyncio.sleep(0.5)
-            while swarm.round_of("C") < swarm.round_of("A") and swarm.peers["C"].coordinators.patience.waits_for == "X":
-                await asyncio.sleep(0.5)
-                behind_s += 0.5
-        assert 0 < behind_s < 2 * SILENCE_S
-
-    simulate(main)
+            behind_s += 0.5
+    assert 0 < behind_s < 2 * SILENCE_S
 
 
 class Capricious(SilentCoordinator):
@@ -171,33 +160,26 @@ class Capricious(SilentCoordinator):
 
 @pytest.mark.long
 @pytest.mark.parametrize("seed", range(8))
-def test_rounds_go_on_however_a_coordinator_treats_each_member(seed: int) -> None:
-    async def main() -> None:
-        swarm, attacker = swarm_of(), Capricious(random.Random(seed))
-        swarm.around["X"] = lambda world: tampered(Liar(world, swarm.campaign.config), attacker)
-        swarm.start_all(HONEST + "X")
-        await swarm.until_round(3)
-        attacker.has_begun = True
-        assert await longest_round_s(swarm, 15) < 30 * SILENCE_S
-
-    simulate(main)
+async def test_rounds_go_on_however_a_coordinator_treats_each_member(seed: int) -> None:
+    swarm, attacker = swarm_of(), Capricious(random.Random(seed))
+    swarm.around["X"] = lambda world: tampered(Liar(world, swarm.campaign.config), attacker)
+    swarm.start_all(HONEST + "X")
+    await swarm.until_round(3)
+    attacker.has_begun = True
+    assert await longest_round_s(swarm, 15) < 30 * SILENCE_S
 
 
-def test_members_that_wait_for_coordinators_apart_come_together() -> None:
+async def test_members_that_wait_for_coordinators_apart_come_together() -> None:
     """Each has given up all others, so none of their attempts has a quorum."""
-
-    async def main() -> None:
-        swarm = swarm_of()
-        swarm.start_all("ABCD")
-        await swarm.until_round(2)
-        assert sorted(swarm.nodes["A"].coordinators()) == sorted(swarm.nodes)
-        for peer in (*swarm.peers.values(), swarm.helper):
-            for other in swarm.nodes:
-                peer.coordinators.patience.give_up(other)
-        assert await longest_round_s(swarm, 6) < 12 * SILENCE_S
-        swarm.assert_replicas_agree()
-
-    simulate(main)
+    swarm = swarm_of()
+    swarm.start_all("ABCD")
+    await swarm.until_round(2)
+    assert sorted(swarm.nodes["A"].coordinators()) == sorted(swarm.nodes)
+    for peer in (*swarm.peers.values(), swarm.helper):
+        for other in swarm.nodes:
+            peer.coordinators.patience.give_up(other)
+    assert await longest_round_s(swarm, 6) < 12 * SILENCE_S
+    swarm.assert_replicas_agree()
 
 
 class Failing(Tamper):
@@ -231,20 +213,17 @@ class Failing(Tamper):
 
 
 @pytest.mark.long
-def test_a_coordinator_that_fails_just_before_its_time_is_over_is_given_up_at_the_second_time() -> None:
-    async def main() -> None:
-        swarm, clock, hold_s, held = swarm_of(), asyncio.get_running_loop().time, 8 * SILENCE_S, 0
-        swarm.around["X"] = lambda world: tampered(Liar(world, swarm.campaign.config), Failing(swarm, hold_s))
-        swarm.start_all(HONEST + "X")
-        await swarm.until_round(3)
-        for number in range(4, 4 + GIVEN_UP_ROUNDS):
-            began = clock()
-            await swarm.until_round(number)
-            held += clock() - began > hold_s
-        assert held == 2
-        assert all(swarm.peers[name].coordinators.patience.skips(swarm.nodes["X"].peer_id) for name in HONEST)
-
-    simulate(main)
+async def test_a_coordinator_that_fails_just_before_its_time_is_over_is_given_up_at_the_second_time() -> None:
+    swarm, clock, hold_s, held = swarm_of(), asyncio.get_running_loop().time, 8 * SILENCE_S, 0
+    swarm.around["X"] = lambda world: tampered(Liar(world, swarm.campaign.config), Failing(swarm, hold_s))
+    swarm.start_all(HONEST + "X")
+    await swarm.until_round(3)
+    for number in range(4, 4 + GIVEN_UP_ROUNDS):
+        began = clock()
+        await swarm.until_round(number)
+        held += clock() - began > hold_s
+    assert held == 2
+    assert all(swarm.peers[name].coordinators.patience.skips(swarm.nodes["X"].peer_id) for name in HONEST)
 
 
 class Voteless(Tamper):
@@ -265,21 +244,18 @@ def voteless(swarm: VirtualSwarm, name: str, world: World) -> World:
 
 
 @pytest.mark.long
-def test_a_coordinator_whose_electors_are_away_is_not_given_up() -> None:
-    async def main() -> None:
-        swarm = swarm_of()
-        for name in HONEST + "D":
-            swarm.around[name] = partial(voteless, swarm, name)
-        swarm.start_all(HONEST + "D")
-        await swarm.until_round(12)
-        failed = Counter(event.round for event in swarm.recorders["A"].of(RoundFailed))
-        assert len(failed) > 4
-        assert max(failed.values()) > 1
-        for name in HONEST:
-            patience = swarm.peers[name].coordinators.patience
-            assert not any(patience.skips(node.peer_id) for node in swarm.nodes.values())
-
-    simulate(main)
+async def test_a_coordinator_whose_electors_are_away_is_not_given_up() -> None:
+    swarm = swarm_of()
+    for name in HONEST + "D":
+        swarm.around[name] = partial(voteless, swarm, name)
+    swarm.start_all(HONEST + "D")
+    await swarm.until_round(12)
+    failed = Counter(event.round for event in swarm.recorders["A"].of(RoundFailed))
+    assert len(failed) > 4
+    assert max(failed.values()) > 1
+    for name in HONEST:
+        patience = swarm.peers[name].coordinators.patience
+        assert not any(patience.skips(node.peer_id) for node in swarm.nodes.values())
 
 
 PART_S, SLOW_BYTES_PER_S = 1.5, 2000.0
@@ -315,17 +291,14 @@ async def slow_swarm(monkeypatch: pytest.MonkeyPatch, attacker: Tamper | None = 
 
 
 @pytest.mark.long
-def test_slow_exchanges_are_not_cut_while_something_moves(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def main() -> None:
-        swarm = await slow_swarm(monkeypatch)
-        await swarm.until_round(1)
-        began = asyncio.get_running_loop().time()
-        await swarm.until_round(3)
-        assert asyncio.get_running_loop().time() - began > 2 * 10 * SILENCE_S
-        assert not any(recorder.of(RoundFailed) for recorder in swarm.recorders.values())
-        swarm.assert_replicas_agree()
-
-    simulate(main)
+async def test_slow_exchanges_are_not_cut_while_something_moves(monkeypatch: pytest.MonkeyPatch) -> None:
+    swarm = await slow_swarm(monkeypatch)
+    await swarm.until_round(1)
+    began = asyncio.get_running_loop().time()
+    await swarm.until_round(3)
+    assert asyncio.get_running_loop().time() - began > 2 * 10 * SILENCE_S
+    assert not any(recorder.of(RoundFailed) for recorder in swarm.recorders.values())
+    swarm.assert_replicas_agree()
 
 
 class Unserving(SilentCoordinator):
@@ -371,16 +344,12 @@ EXCUSES = [
     ids=lambda refused: refused.code.value,
 )
 @pytest.mark.long
-def test_a_coordinator_with_excuses_does_not_stop_rounds(refused: Refused, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_coordinator_with_excuses_does_not_stop_rounds(refused: Refused, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "spes_p2p.peer.attempt")
-
-    async def main() -> None:
-        swarm = swarm_of()
-        swarm.around["X"] = lambda world: tampered(Liar(world, swarm.campaign.config), Excuses(refused))
-        swarm.start_all(HONEST + "X")
-        assert await longest_round_s(swarm, 8) < 250
-
-    simulate(main)
+    swarm = swarm_of()
+    swarm.around["X"] = lambda world: tampered(Liar(world, swarm.campaign.config), Excuses(refused))
+    swarm.start_all(HONEST + "X")
+    assert await longest_round_s(swarm, 8) < 250
     said = Counter(line for line in caplog.messages if f"{refused.detail} (" in line)
     assert max(said.values(), default=0) <= 2 * len(HONEST), "no peer says every second why it waits"
 
@@ -389,17 +358,13 @@ def test_a_coordinator_with_excuses_does_not_stop_rounds(refused: Refused, caplo
 @pytest.mark.parametrize(
     "attacker", [SilentCoordinator(proposes=True), Unserving(proposes=True)], ids=["undeciding", "unserving"]
 )
-def test_a_coordinator_that_proposes_and_stalls_is_given_up_when_nothing_moves(
+async def test_a_coordinator_that_proposes_and_stalls_is_given_up_when_nothing_moves(
     monkeypatch: pytest.MonkeyPatch, attacker: Tamper
 ) -> None:
     """The time limit of these exchanges, which thin lines set, is 900 s."""
-
-    async def main() -> None:
-        swarm = await slow_swarm(monkeypatch, attacker)
-        longest_s = await longest_round_s(swarm, 4)
-        assert longest_s < 600
-
-    simulate(main)
+    swarm = await slow_swarm(monkeypatch, attacker)
+    longest_s = await longest_round_s(swarm, 4)
+    assert longest_s < 600
 
 
 def patience_of(steps: Sequence[int], learned_at: float) -> Patience:
@@ -413,43 +378,35 @@ def patience_of(steps: Sequence[int], learned_at: float) -> Patience:
     return Patience(cast(Node, node), lambda: (dict(zip(names, steps, strict=True)), names))
 
 
-def test_by_chance_half_of_those_asked_are_ready_and_the_phase_is_not_over(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_by_chance_half_of_those_asked_are_ready_and_the_phase_is_not_over(monkeypatch: pytest.MonkeyPatch) -> None:
     """A third of the trainers are ready. Of 16 that are asked, drawn anew 200 times, more than half are, a few times."""
+    rng, patience = random.Random(0), patience_of([4] * 240, 0.0)
+    pongs = {f"peer-{number}": Pong(0, -1, True, announced=int(number % 3 == 0)) for number in range(240)}
+    looks = [{name: pongs[name] for name in rng.sample(sorted(pongs), MAX_ASKED)} for _ in range(200)]
+    assert any(patience._ready(answers) is not None for answers in looks)
+    for answers in looks:
+        patience._look(answers)
+    assert patience._limit_s is None
+    asked = iter(looks)
 
-    async def main() -> None:
-        rng, patience = random.Random(0), patience_of([4] * 240, 0.0)
-        pongs = {f"peer-{number}": Pong(0, -1, True, announced=int(number % 3 == 0)) for number in range(240)}
-        looks = [{name: pongs[name] for name in rng.sample(sorted(pongs), MAX_ASKED)} for _ in range(200)]
-        assert any(patience._ready(answers) is not None for answers in looks)
-        for answers in looks:
-            patience._look(answers)
-        assert patience._limit_s is None
-        asked = iter(looks)
+    async def ask_some() -> dict[str, Pong]:
+        return next(asked)
 
-        async def ask_some() -> dict[str, Pong]:
-            return next(asked)
-
-        monkeypatch.setattr(patience, "_ask_some", ask_some)
-        assert not any([await patience.is_quorum_ready() for _ in looks]), "a coordinator may ask for the end of a phase"
-        for answers in looks:
-            patience._look({name: replace(pong, announced=1) for name, pong in answers.items()})
-        assert patience._limit_s is not None
-
-    simulate(main)
+    monkeypatch.setattr(patience, "_ask_some", ask_some)
+    assert not any([await patience.is_quorum_ready() for _ in looks]), "a coordinator may ask for the end of a phase"
+    for answers in looks:
+        patience._look({name: replace(pong, announced=1) for name, pong in answers.items()})
+    assert patience._limit_s is not None
 
 
 @pytest.mark.parametrize(("steps", "said_s"), [
     ((4, 4, 4, 4), (100.0, 100.0, 100.0)), ((4, 4, 4, 4), (100.0, 95.0, 1e9)), ((4, 4, 4, 4), (100.0, 1e9, 1e9)),
     ((8, 8, 2, 2, 2), (100.0, 1e9, 1e9, 1e9)), ((1, 1, 1, 8, 8), (100.0, 100.0, 1e9, 1e9)),
 ])
-def test_who_learns_a_commit_late_waits_as_long_as_the_others(steps: tuple[int, ...], said_s: tuple[float, ...]) -> None:
+async def test_who_learns_a_commit_late_waits_as_long_as_the_others(steps: tuple[int, ...], said_s: tuple[float, ...]) -> None:
     """It learned it 90 s after them. Liars change nothing unless they have half of all, by steps and by number."""
-
-    async def main() -> None:
-        await asyncio.sleep(100.0)
-        patience = patience_of(steps, learned_at=90.0)
-        patience.announced = 1
-        patience._look({f"peer-{i}": Pong(0, -1, True, announced=1, known_s=each) for i, each in enumerate(said_s, 1)})
-        assert patience._limit_s == pytest.approx(50.0 + ALLOWANCE * SILENCE_S, rel=0.1)
-
-    simulate(main)
+    await asyncio.sleep(100.0)
+    patience = patience_of(steps, learned_at=90.0)
+    patience.announced = 1
+    patience._look({f"peer-{i}": Pong(0, -1, True, announced=1, known_s=each) for i, each in enumerate(said_s, 1)})
+    assert patience._limit_s == pytest.approx(50.0 + ALLOWANCE * SILENCE_S, rel=0.1)

@@ -27,7 +27,7 @@ from spes_p2p.rounds.planned import Member, Place
 from spes_p2p.rounds.regions import IN_COMMON, SMALLEST_REGION, VISIT_EVERY, regions_of
 from spes_p2p.rounds.traffic import traffic
 from spes_p2p.testing.memory_network import MemoryNetwork
-from spes_p2p.testing.simulate.swarm import VirtualSwarm, campaign, simulate
+from spes_p2p.testing.simulate.swarm import VirtualSwarm, campaign
 
 SIZE = 8
 WIDE = Layout([TensorSpec("embed", (2**12, 2**9), "shared")] + [
@@ -385,62 +385,54 @@ async def exchanged(members: tuple[Member, ...], between: float) -> tuple[float,
 
 @pytest.mark.parametrize(("inside", "between"), [(5e6, 2.5e5), (1.25e8, 6.25e6)], ids=["thin", "gigabit"])
 @pytest.mark.long
-def test_two_sites_send_one_copy_across_once_they_have_measured_the_line_between(
+async def test_two_sites_send_one_copy_across_once_they_have_measured_the_line_between(
     inside: float, between: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(exchange_round, "SILENCE_S", 10.0)
     members = members_of(SIZE, SIZE, bandwidth=inside)
-
-    async def main() -> None:
-        first_s, first_bytes, first = await exchanged(tuple(replace(m, place=Place()) for m in members), between)
-        for peer, endpoint in first.endpoints.items():
-            assert endpoint.nearness.near(NAMES) == {other for other in NAMES if site_of(other) == site_of(peer)} - {peer}
-        then_s, then_bytes, _ = await exchanged(members, between)
-        parts = part_table(WIDE, members, codecs("int4"), PART_BYTES)
-        one_copy = sum(part.encoded_bytes for part in parts if part.group.expert is None or part.group.expert % 2)
-        assert then_bytes <= 1.1 * one_copy
-        assert 6 * then_bytes < first_bytes
-        assert 4 * then_s < first_s
-
-    simulate(main)
+    first_s, first_bytes, first = await exchanged(tuple(replace(m, place=Place()) for m in members), between)
+    for peer, endpoint in first.endpoints.items():
+        assert endpoint.nearness.near(NAMES) == {other for other in NAMES if site_of(other) == site_of(peer)} - {peer}
+    then_s, then_bytes, _ = await exchanged(members, between)
+    parts = part_table(WIDE, members, codecs("int4"), PART_BYTES)
+    one_copy = sum(part.encoded_bytes for part in parts if part.group.expert is None or part.group.expert % 2)
+    assert then_bytes <= 1.1 * one_copy
+    assert 6 * then_bytes < first_bytes
+    assert 4 * then_s < first_s
 
 
 @pytest.mark.long
-def test_a_swarm_on_two_sites_finds_its_regions_and_keeps_them(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_swarm_on_two_sites_finds_its_regions_and_keeps_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nearness, "CONFIRMED_BYTES", 1)
     monkeypatch.setattr(nearness, "LONG_S", 0.2)
     monkeypatch.setattr(parts_module, "SMALL_BYTES", 8)
+    swarm = VirtualSwarm(campaign(total_steps=200, codec="none", sync={"min_peers": 8}, experts={"redundancy": 2}))
+    for one, other in combinations("ABCDEFGHIJ", 2):
+        swarm.network.set_latency(one, other, 0.005 if (one in "ABCD") == (other in "ABCD") else 0.5)
+    swarm.start_all("ABCDEFGH")
 
-    async def main() -> None:
-        swarm = VirtualSwarm(campaign(total_steps=200, codec="none", sync={"min_peers": 8}, experts={"redundancy": 2}))
-        for one, other in combinations("ABCDEFGHIJ", 2):
-            swarm.network.set_latency(one, other, 0.005 if (one in "ABCD") == (other in "ABCD") else 0.5)
-        swarm.start_all("ABCDEFGH")
+    def regions_now() -> set[str]:
+        """Return the trainers of each region in the last round."""
+        plan = swarm.peers["A"].replica.base.plan
+        assert plan is not None
+        of = {m.peer: m.place.region for m in plan.members if m.trains}
+        return {"".join(sorted(peer for peer in of if of[peer] == region)) for region in set(of.values())}
 
-        def regions_now() -> set[str]:
-            """Return the trainers of each region in the last round."""
-            plan = swarm.peers["A"].replica.base.plan
-            assert plan is not None
-            of = {m.peer: m.place.region for m in plan.members if m.trains}
-            return {"".join(sorted(peer for peer in of if of[peer] == region)) for region in set(of.values())}
-
-        await swarm.until_round(1)
-        assert regions_now() == {"ABCDEFGH"}, "nobody has measured anything"
-        for number in range(3, 6):
-            await swarm.until_round(number)
-            assert regions_now() == {"ABCD", "EFGH"}
-        results = swarm.peers["A"].replica.results.by_plan.values()
-        assert any(part.summing for each in results for part in each.parts)
-        swarm.kill("F")
-        await swarm.until_round(7)
-        assert regions_now() == {"ABCDEGH"}, "three are no region"
-        swarm.start_again("F")
-        swarm.start("I")
-        await swarm.until_round(12)
-        assert regions_now() == {"ABCD", "EFGHI"}
-        swarm.start("J")
-        await swarm.until_finished()
-        assert regions_now() == {"ABCD", "EFGHIJ"}, "a newcomer finds the region that is its own"
-        swarm.assert_replicas_agree()
-
-    simulate(main)
+    await swarm.until_round(1)
+    assert regions_now() == {"ABCDEFGH"}, "nobody has measured anything"
+    for number in range(3, 6):
+        await swarm.until_round(number)
+        assert regions_now() == {"ABCD", "EFGH"}
+    results = swarm.peers["A"].replica.results.by_plan.values()
+    assert any(part.summing for each in results for part in each.parts)
+    swarm.kill("F")
+    await swarm.until_round(7)
+    assert regions_now() == {"ABCDEGH"}, "three are no region"
+    swarm.start_again("F")
+    swarm.start("I")
+    await swarm.until_round(12)
+    assert regions_now() == {"ABCD", "EFGHI"}
+    swarm.start("J")
+    await swarm.until_finished()
+    assert regions_now() == {"ABCD", "EFGHIJ"}, "a newcomer finds the region that is its own"
+    swarm.assert_replicas_agree()

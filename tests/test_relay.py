@@ -139,20 +139,17 @@ def test_only_the_children_of_a_member_that_hands_on_something_else_ask_the_coor
     assert sent < (1 + FANOUT_LARGE) * len(large.body) + 150 * 90
 
 
-def test_a_large_record_is_handed_on_while_it_arrives() -> None:
-    async def main() -> float:
-        network, members, record = MemoryNetwork(latency_s=0.05), members_of(127), random.Random(0).randbytes(2 * LARGE_BYTES)
-        for name in members:
-            network.set_bandwidth(name, 2e5, 2e5)
-        relays = {name: relay_of(network, name) for name in ("C", *members)}
-        for relay in relays.values():
-            await relay.serve(ContentServer(relay._endpoint))
-        told = relays["C"].addressed(Kind.PROPOSAL, record, members, "")
-        got = await asyncio.gather(*(network.run_peer(name, relays[name].received(told(name), "C")) for name in members))
-        assert {bytes(message.body) for message in got} == {record}
-        return asyncio.get_running_loop().time()
-
-    assert run_virtual(main()) < 1.2  # the record takes 0.16 s on a line, and passes six twice
+async def test_a_large_record_is_handed_on_while_it_arrives() -> None:
+    network, members, record = MemoryNetwork(latency_s=0.05), members_of(127), random.Random(0).randbytes(2 * LARGE_BYTES)
+    for name in members:
+        network.set_bandwidth(name, 2e5, 2e5)
+    relays = {name: relay_of(network, name) for name in ("C", *members)}
+    for relay in relays.values():
+        await relay.serve(ContentServer(relay._endpoint))
+    told = relays["C"].addressed(Kind.PROPOSAL, record, members, "")
+    got = await asyncio.gather(*(network.run_peer(name, relays[name].received(told(name), "C")) for name in members))
+    assert {bytes(message.body) for message in got} == {record}
+    assert asyncio.get_running_loop().time() < 1.2  # the record takes 0.16 s on a line, and passes six twice
 
 
 @pytest.mark.parametrize("liar", [0, 1])
@@ -190,140 +187,124 @@ def test_vouched_peers_that_cannot_be_dialled_are_no_parents_also_where_stranger
 
 
 @pytest.mark.parametrize("strangers", [1, 100])
-def test_strangers_that_ask_for_records_all_the_time_take_a_tenth_of_the_line_and_members_wait_for_none(strangers: int) -> None:
-    async def main() -> float:
-        network, clock = MemoryNetwork(latency_s=0.05), asyncio.get_running_loop().time
-        record = random.Random(0).randbytes(10**5)
-        endpoint = RpcEndpoint(network.transport("C"), 5.0)
-        endpoint.shares.is_known = lambda peer: peer.startswith("member")
-        endpoint.shares.is_trusted = lambda peer: False
-        relay = Relay(endpoint, Fetcher(endpoint))
-        await relay.serve(ContentServer(endpoint))
-        request = pack(PiecesRequest(relay.keep(record), tuple(content_of(record)[1])[:PIECES_PER_REQUEST]))
+async def test_strangers_that_ask_for_records_all_the_time_take_a_tenth_of_the_line_and_members_wait_for_none(
+    strangers: int
+) -> None:
+    network, clock = MemoryNetwork(latency_s=0.05), asyncio.get_running_loop().time
+    record = random.Random(0).randbytes(10**5)
+    endpoint = RpcEndpoint(network.transport("C"), 5.0)
+    endpoint.shares.is_known = lambda peer: peer.startswith("member")
+    endpoint.shares.is_trusted = lambda peer: False
+    relay = Relay(endpoint, Fetcher(endpoint))
+    await relay.serve(ContentServer(endpoint))
+    request = pack(PiecesRequest(relay.keep(record), tuple(content_of(record)[1])[:PIECES_PER_REQUEST]))
 
-        async def greedy(name: str) -> None:
-            asker = RpcEndpoint(network.transport(name), 5.0)
-            while True:
-                with contextlib.suppress(PeerUnreachable, Refused):
-                    async with asker.stream("C", "record") as stream:
-                        await stream.send(request)
-                        while await stream.receive_view(Kind.CONTENT) is not None:
-                            pass
-                await asyncio.sleep(0.1)
+    async def greedy(name: str) -> None:
+        asker = RpcEndpoint(network.transport(name), 5.0)
+        while True:
+            with contextlib.suppress(PeerUnreachable, Refused):
+                async with asker.stream("C", "record") as stream:
+                    await stream.send(request)
+                    while await stream.receive_view(Kind.CONTENT) is not None:
+                        pass
+            await asyncio.sleep(0.1)
 
-        attacks = [asyncio.ensure_future(greedy(f"X{i}")) for i in range(strangers) for _ in range(4)]
-        await asyncio.sleep(10)
-        for name in ("member A", "member B"):
-            began, member = clock(), Fetcher(RpcEndpoint(network.transport(name), 5.0))
-            await fetch(member, record, "C")
-            assert clock() - began < 1.0
-        sent = endpoint.sent["record"] - 2 * len(record)
-        assert relay._given.keys() == relay._records.keys()
-        for number in range(2 * KEPT_RECORDS):
-            relay.keep(bytes([number]))
-        assert relay._given.keys() == relay._records.keys()
-        for attack in attacks:
-            attack.cancel()
-        return sent / (ANSWERS_BITS / 8)
-
-    assert 0.5 < run_virtual(main()) / 10 < 1.5
-
-
-def test_a_member_gets_a_record_at_once_only_once() -> None:
-    async def main() -> float:
-        network, clock = MemoryNetwork(latency_s=0.05), asyncio.get_running_loop().time
-        endpoint = RpcEndpoint(network.transport("C"), 5.0)
-        endpoint.shares.is_trusted = lambda peer: False
-        relay = Relay(endpoint, Fetcher(endpoint))
-        await relay.serve(ContentServer(endpoint))
-        record = random.Random(0).randbytes(10**6)
-        relay.keep(record)
-        fetcher, began = Fetcher(RpcEndpoint(network.transport("A"), 5.0)), clock()
-        for _ in range(20):
-            await fetch(fetcher, record, "C")
-        return clock() - began
-
-    assert run_virtual(main()) > 10.0
+    attacks = [asyncio.ensure_future(greedy(f"X{i}")) for i in range(strangers) for _ in range(4)]
+    await asyncio.sleep(10)
+    for name in ("member A", "member B"):
+        began, member = clock(), Fetcher(RpcEndpoint(network.transport(name), 5.0))
+        await fetch(member, record, "C")
+        assert clock() - began < 1.0
+    sent = endpoint.sent["record"] - 2 * len(record)
+    assert relay._given.keys() == relay._records.keys()
+    for number in range(2 * KEPT_RECORDS):
+        relay.keep(bytes([number]))
+    assert relay._given.keys() == relay._records.keys()
+    for attack in attacks:
+        attack.cancel()
+    assert 0.5 < (sent / (ANSWERS_BITS / 8)) / 10 < 1.5
 
 
-def test_who_has_not_read_the_plan_yet_hands_it_on_at_once_to_as_many_as_may_be_its_children() -> None:
-    async def main() -> None:
-        network = MemoryNetwork(latency_s=0.05)
-        endpoint = RpcEndpoint(network.transport("C"), 5.0)
-        endpoint.shares = Shares(5.0, lambda: 1e5)
-        endpoint.shares.is_known = lambda peer: False
-        relay, record = Relay(endpoint, Fetcher(endpoint)), random.Random(0).randbytes(10**5)
-        await relay.serve(ContentServer(endpoint))
-        relay.keep(record)
-        await endpoint.shares.answer("stranger", 2 * len(record))
+async def test_a_member_gets_a_record_at_once_only_once() -> None:
+    network, clock = MemoryNetwork(latency_s=0.05), asyncio.get_running_loop().time
+    endpoint = RpcEndpoint(network.transport("C"), 5.0)
+    endpoint.shares.is_trusted = lambda peer: False
+    relay = Relay(endpoint, Fetcher(endpoint))
+    await relay.serve(ContentServer(endpoint))
+    record = random.Random(0).randbytes(10**6)
+    relay.keep(record)
+    fetcher, began = Fetcher(RpcEndpoint(network.transport("A"), 5.0)), clock()
+    for _ in range(20):
+        await fetch(fetcher, record, "C")
+    assert clock() - began > 10.0
 
-        async def ask(name: str) -> None:
-            fetcher = Fetcher(RpcEndpoint(network.transport(name), 5.0))
-            await asyncio.wait_for(fetch(fetcher, record, "C"), 1.0)
 
-        for child in range(FANOUT):
-            await ask(f"child {child}")
-        with pytest.raises(asyncio.TimeoutError):
-            await ask("stranger")
+async def test_who_has_not_read_the_plan_yet_hands_it_on_at_once_to_as_many_as_may_be_its_children() -> None:
+    network = MemoryNetwork(latency_s=0.05)
+    endpoint = RpcEndpoint(network.transport("C"), 5.0)
+    endpoint.shares = Shares(5.0, lambda: 1e5)
+    endpoint.shares.is_known = lambda peer: False
+    relay, record = Relay(endpoint, Fetcher(endpoint)), random.Random(0).randbytes(10**5)
+    await relay.serve(ContentServer(endpoint))
+    relay.keep(record)
+    await endpoint.shares.answer("stranger", 2 * len(record))
 
-    run_virtual(main())
+    async def ask(name: str) -> None:
+        fetcher = Fetcher(RpcEndpoint(network.transport(name), 5.0))
+        await asyncio.wait_for(fetch(fetcher, record, "C"), 1.0)
+
+    for child in range(FANOUT):
+        await ask(f"child {child}")
+    with pytest.raises(asyncio.TimeoutError):
+        await ask("stranger")
 
 
 @pytest.mark.parametrize("is_stranger", [False, True])
-def test_a_slow_parent_is_waited_for_unless_it_is_a_stranger(is_stranger: bool) -> None:
-    async def main() -> float:
-        network, record = MemoryNetwork(latency_s=0.05), random.Random(0).randbytes(10**5)
-        endpoints = {name: RpcEndpoint(network.transport(name), 5.0) for name in ("C", "000", "001")}
-        relays = {name: Relay(endpoint, Fetcher(endpoint)) for name, endpoint in endpoints.items()}
-        for name, relay in relays.items():
-            endpoints[name].shares.is_known = endpoints[name].shares.is_trusted = lambda peer: False
-            relay.is_stranger = lambda peer: is_stranger
-            await relay.serve(ContentServer(endpoints[name]))
-        message_to = relays["C"].addressed(Kind.PROPOSAL, record, ["000", "001"], "")
-        network.set_bandwidth("000", 4e4, 1e9)
-        await relays["000"].received(message_to("000"), "C")
-        await relays["001"].received(message_to("001"), "C")
-        return endpoints["C"].sent["record"] / len(record)
-
-    assert round(run_virtual(main())) == is_stranger
+async def test_a_slow_parent_is_waited_for_unless_it_is_a_stranger(is_stranger: bool) -> None:
+    network, record = MemoryNetwork(latency_s=0.05), random.Random(0).randbytes(10**5)
+    endpoints = {name: RpcEndpoint(network.transport(name), 5.0) for name in ("C", "000", "001")}
+    relays = {name: Relay(endpoint, Fetcher(endpoint)) for name, endpoint in endpoints.items()}
+    for name, relay in relays.items():
+        endpoints[name].shares.is_known = endpoints[name].shares.is_trusted = lambda peer: False
+        relay.is_stranger = lambda peer: is_stranger
+        await relay.serve(ContentServer(endpoints[name]))
+    message_to = relays["C"].addressed(Kind.PROPOSAL, record, ["000", "001"], "")
+    network.set_bandwidth("000", 4e4, 1e9)
+    await relays["000"].received(message_to("000"), "C")
+    await relays["001"].received(message_to("001"), "C")
+    assert round(endpoints["C"].sent["record"] / len(record)) == is_stranger
 
 
 @pytest.mark.parametrize(("named", "asked"), [
     (("one", "two"), {"one"}), (("paused", "two"), {"two"}), (("stranger", "gone"), {"other"}), ((), {"other"}),
 ])
-def test_who_lacks_the_last_proposal_asks_the_named_members_first_and_waits_for_no_liar(
+async def test_who_lacks_the_last_proposal_asks_the_named_members_first_and_waits_for_no_liar(
     named: tuple[str, ...], asked: set[str]
 ) -> None:
-    async def main() -> set[str]:
-        network, last = MemoryNetwork(latency_s=0.05), random.Random(0).randbytes(10**5)
-        plan, names = hashlib.sha256(last).hexdigest(), ("C", "one", "two", "paused", "stranger", "other", "joiner")
-        endpoints = {name: RpcEndpoint(network.transport(name), 5.0) for name in names}
-        relays = {name: Relay(endpoint, Fetcher(endpoint)) for name, endpoint in endpoints.items()}
-        for name in names[:-1]:
-            server = ContentServer(endpoints[name])
-            await relays[name].serve(server)
-            await server.serve("plan", lambda name, index: asyncio.sleep(0, last))
-            relays[name].proposal = lambda plan: last
-        network.pause("paused")
-        joiner = relays["joiner"]
-        joiner.donors = lambda: ["other"]
-        endpoints["joiner"].shares.is_trusted = lambda peer: peer != "stranger"
-        told = relays["C"].addressed(Kind.PROPOSAL, last[::-1], ["one", "joiner"], plan, donors={"joiner": named})
-        await relays["one"].received(told("one"), "C")
-        assert (await network.run_peer("joiner", joiner.received(told("joiner"), "C"))).body == last[::-1]
-        assert asyncio.get_running_loop().time() < 3
-        return {name for name, endpoint in endpoints.items() if endpoint.sent["plan"] > len(last)}
-
-    assert run_virtual(main()) == asked
+    network, last = MemoryNetwork(latency_s=0.05), random.Random(0).randbytes(10**5)
+    plan, names = hashlib.sha256(last).hexdigest(), ("C", "one", "two", "paused", "stranger", "other", "joiner")
+    endpoints = {name: RpcEndpoint(network.transport(name), 5.0) for name in names}
+    relays = {name: Relay(endpoint, Fetcher(endpoint)) for name, endpoint in endpoints.items()}
+    for name in names[:-1]:
+        server = ContentServer(endpoints[name])
+        await relays[name].serve(server)
+        await server.serve("plan", lambda name, index: asyncio.sleep(0, last))
+        relays[name].proposal = lambda plan: last
+    network.pause("paused")
+    joiner = relays["joiner"]
+    joiner.donors = lambda: ["other"]
+    endpoints["joiner"].shares.is_trusted = lambda peer: peer != "stranger"
+    told = relays["C"].addressed(Kind.PROPOSAL, last[::-1], ["one", "joiner"], plan, donors={"joiner": named})
+    await relays["one"].received(told("one"), "C")
+    assert (await network.run_peer("joiner", joiner.received(told("joiner"), "C"))).body == last[::-1]
+    assert asyncio.get_running_loop().time() < 3
+    assert {name for name, endpoint in endpoints.items() if endpoint.sent["plan"] > len(last)} == asked
 
 
-def test_a_record_that_nobody_has_is_an_error_after_a_bounded_time() -> None:
-    async def main() -> None:
-        network = MemoryNetwork(latency_s=0.05)
-        member = relay_of(network, "039")
-        message = relay_of(network, "C").addressed(Kind.PROPOSAL, bytes(RECORD.body), members_of(40), "")("039")
-        with pytest.raises(PeerUnreachable):
-            await network.run_peer("039", member.received(message, "C"))
-        assert asyncio.get_running_loop().time() < 30
-
-    run_virtual(main())
+async def test_a_record_that_nobody_has_is_an_error_after_a_bounded_time() -> None:
+    network = MemoryNetwork(latency_s=0.05)
+    member = relay_of(network, "039")
+    message = relay_of(network, "C").addressed(Kind.PROPOSAL, bytes(RECORD.body), members_of(40), "")("039")
+    with pytest.raises(PeerUnreachable):
+        await network.run_peer("039", member.received(message, "C"))
+    assert asyncio.get_running_loop().time() < 30

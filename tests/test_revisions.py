@@ -26,7 +26,7 @@ from spes_p2p.rounds.parts import to_mask
 from spes_p2p.rounds.result_file import ResultFile
 from spes_p2p.rounds.results import ABSENT, Results, bodies_name, load_results, results_name, save_results
 from spes_p2p.testing.memory_store import MemoryStore
-from spes_p2p.testing.simulate.swarm import VirtualSwarm, campaign, simulate
+from spes_p2p.testing.simulate.swarm import VirtualSwarm, campaign
 from spes_p2p.testing.simulated_identity import SimulatedIdentity
 
 CODEC = GroupCodecs(CODECS["none"], CODECS["none"], CODECS["none"])
@@ -133,80 +133,72 @@ def commit_that_lost(swarm: VirtualSwarm) -> Commit:
 @pytest.mark.parametrize("method", ["push", "pull"])
 @pytest.mark.sampled(1)
 @pytest.mark.long
-def test_the_parts_of_a_reducer_killed_in_the_exchange_are_committed_by_backups(method: str, count: int) -> None:
-    async def main() -> None:
-        swarm = swarm_of("ABCDEF", silence_s=5.0)
-        await swarm.until_round(2)
-        killed = kill_in_exchange(swarm, method, count)
-        await swarm.until_finished()
-        swarm.assert_replicas_agree()
-        assert len(killed) == count
-        commit = commit_that_lost(swarm)
-        assert {commit.members[i] for lost in commit.lost for i in lost} <= set(killed)
-        survivor = min(swarm.peers)
-        commits = swarm.recorders[survivor].commits()
-        alone = sum(bool(owners) and set(owners) <= set(killed) for owners in commits[commit.round - 1].owners)
-        assert commits[commit.round].dropped_parts <= alone, "only experts that nobody else trained may be missing"
-
-    simulate(main)
+async def test_the_parts_of_a_reducer_killed_in_the_exchange_are_committed_by_backups(method: str, count: int) -> None:
+    swarm = swarm_of("ABCDEF", silence_s=5.0)
+    await swarm.until_round(2)
+    killed = kill_in_exchange(swarm, method, count)
+    await swarm.until_finished()
+    swarm.assert_replicas_agree()
+    assert len(killed) == count
+    commit = commit_that_lost(swarm)
+    assert {commit.members[i] for lost in commit.lost for i in lost} <= set(killed)
+    survivor = min(swarm.peers)
+    commits = swarm.recorders[survivor].commits()
+    alone = sum(bool(owners) and set(owners) <= set(killed) for owners in commits[commit.round - 1].owners)
+    assert commits[commit.round].dropped_parts <= alone, "only experts that nobody else trained may be missing"
 
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("method", ["push", "pull"])
 @pytest.mark.long
-def test_an_expert_that_was_handed_on_survives_the_death_of_its_reducer(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_expert_that_was_handed_on_survives_the_death_of_its_reducer(
+    method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A's line is thin: others serve its experts, and one of them dies as it begins to."""
     monkeypatch.setattr(throughput, "LEAST_BYTES_PER_S", 1e6)  # so small updates measure no line
+    swarm = VirtualSwarm(campaign(total_steps=80, sync={"min_peers": 4, "silence_s": 5.0}))
+    swarm.start_bootstrap()
+    for name in "ABCD":
+        swarm.start(name, bandwidth=0.02 if name == "A" else 3.0)  # three times the bootstrap peer's
+    await swarm.until_round(2)
+    killed: list[str] = []
 
-    async def main() -> None:
-        swarm = VirtualSwarm(campaign(total_steps=80, sync={"min_peers": 4, "silence_s": 5.0}))
-        swarm.start_bootstrap()
-        for name in "ABCD":
-            swarm.start(name, bandwidth=0.02 if name == "A" else 3.0)  # three times the bootstrap peer's
-        await swarm.until_round(2)
-        killed: list[str] = []
+    def hook(peer: str, its_method: str, index: int) -> None:
+        if killed or (its_method, index) != (method, 1) or peer not in swarm.peers:
+            return
+        exchanges = swarm.peers[peer].replica.exchanges.by_plan.values()
+        results = max(exchanges, key=lambda exchange: exchange.plan.round).results
+        names = [member.peer for member in results.plan.members]
+        handed_on = any(
+            names[part.reducer] == peer and [names[i] for i in part.contributors] == ["A"] for part in results.parts
+        )
+        if handed_on and peer in "BCD" and peer != results.plan.proposal.ballot.coordinator:
+            killed.append(peer)
+            swarm.kill(peer)
 
-        def hook(peer: str, its_method: str, index: int) -> None:
-            if killed or (its_method, index) != (method, 1) or peer not in swarm.peers:
-                return
-            exchanges = swarm.peers[peer].replica.exchanges.by_plan.values()
-            results = max(exchanges, key=lambda exchange: exchange.plan.round).results
-            names = [member.peer for member in results.plan.members]
-            handed_on = any(
-                names[part.reducer] == peer and [names[i] for i in part.contributors] == ["A"] for part in results.parts
-            )
-            if handed_on and peer in "BCD" and peer != results.plan.proposal.ballot.coordinator:
-                killed.append(peer)
-                swarm.kill(peer)
-
-        swarm.network.hook = hook
-        await swarm.until_finished()
-        swarm.assert_replicas_agree()
-        assert killed
-        commit = commit_that_lost(swarm)
-        lost = {commit.members[i] for lost in commit.lost for i in lost}
-        assert lost == set(killed)
-        commits = swarm.recorders["A"].commits()
-        gone_with_it = sum(set(owners) == set(killed) for owners in commits[commit.round - 1].owners)
-        assert commits[commit.round].dropped_parts <= gone_with_it, "A's experts are in"
-        assert "A" in {name for name, tokens, _ in commits[commit.round].contributions if tokens}
-
-    simulate(main)
+    swarm.network.hook = hook
+    await swarm.until_finished()
+    swarm.assert_replicas_agree()
+    assert killed
+    commit = commit_that_lost(swarm)
+    lost = {commit.members[i] for lost in commit.lost for i in lost}
+    assert lost == set(killed)
+    commits = swarm.recorders["A"].commits()
+    gone_with_it = sum(set(owners) == set(killed) for owners in commits[commit.round - 1].owners)
+    assert commits[commit.round].dropped_parts <= gone_with_it, "A's experts are in"
+    assert "A" in {name for name, tokens, _ in commits[commit.round].contributions if tokens}
 
 
-def test_a_member_that_takes_the_plan_and_never_reports_holds_nobody_up() -> None:
-    async def main() -> None:
-        swarm = swarm_of("ABC")
-        await swarm.until_round(2)
-        idler = asyncio.ensure_future(take_part_and_idle(swarm))
-        began = asyncio.get_running_loop().time()
-        await swarm.until_round(5)
-        assert asyncio.get_running_loop().time() - began < 120
-        idler.cancel()
-        await swarm.until_finished()
-        swarm.assert_replicas_agree()
-
-    simulate(main)
+async def test_a_member_that_takes_the_plan_and_never_reports_holds_nobody_up() -> None:
+    swarm = swarm_of("ABC")
+    await swarm.until_round(2)
+    idler = asyncio.ensure_future(take_part_and_idle(swarm))
+    began = asyncio.get_running_loop().time()
+    await swarm.until_round(5)
+    assert asyncio.get_running_loop().time() - began < 120
+    idler.cancel()
+    await swarm.until_finished()
+    swarm.assert_replicas_agree()
 
 
 async def take_part_and_idle(swarm: VirtualSwarm) -> None:

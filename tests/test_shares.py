@@ -88,26 +88,23 @@ class Host:
         return await self.network.transport(peer).open("B", PING)
 
 
-def test_streams_of_outsiders_are_capped_each_and_in_all() -> None:
-    async def main() -> None:
-        host = Host()
-        await host.serve()
-        kept = [await host.channel("X") for _ in range(1000)]
-        await asyncio.sleep(0.1)
-        assert host.open <= STREAMS_PER_OUTSIDER
-        kept += [await host.channel(f"X{i}") for i in range(40) for _ in range(STREAMS_PER_OUTSIDER)]
-        await asyncio.sleep(0.1)
-        assert len(host.endpoint.shares._places) <= STREAMS_OF_OUTSIDERS
-        assert sum(map(len, host.endpoint.shares._places.values())) == STREAMS_OF_OUTSIDERS
-        members = [await host.channel("member") for _ in range(100)]
-        for channel in members:
-            await channel.send(b"here")
-        await asyncio.sleep(0.1)
-        assert host.frames == 100
-        await asyncio.sleep(2 * SILENCE_S)
-        assert host.endpoint.shares._places.keys() <= {"member"}, "streams without a request have ended"
-
-    run_virtual(main())
+async def test_streams_of_outsiders_are_capped_each_and_in_all() -> None:
+    host = Host()
+    await host.serve()
+    kept = [await host.channel("X") for _ in range(1000)]
+    await asyncio.sleep(0.1)
+    assert host.open <= STREAMS_PER_OUTSIDER
+    kept += [await host.channel(f"X{i}") for i in range(40) for _ in range(STREAMS_PER_OUTSIDER)]
+    await asyncio.sleep(0.1)
+    assert len(host.endpoint.shares._places) <= STREAMS_OF_OUTSIDERS
+    assert sum(map(len, host.endpoint.shares._places.values())) == STREAMS_OF_OUTSIDERS
+    members = [await host.channel("member") for _ in range(100)]
+    for channel in members:
+        await channel.send(b"here")
+    await asyncio.sleep(0.1)
+    assert host.frames == 100
+    await asyncio.sleep(2 * SILENCE_S)
+    assert host.endpoint.shares._places.keys() <= {"member"}, "streams without a request have ended"
 
 
 def test_a_common_start_of_64_peers_finds_room_for_three_streams_of_each() -> None:
@@ -192,35 +189,31 @@ def test_an_outsider_whose_request_waits_for_its_turn_is_not_given_up() -> None:
 
 
 @pytest.mark.parametrize("body", [OUTSIDER_FRAME_BYTES - 2**12, 1])
-def test_identities_that_come_and_go_keep_no_newcomer_waiting(body: int) -> None:
+async def test_identities_that_come_and_go_keep_no_newcomer_waiting(body: int) -> None:
     """Twenty a second, for some seconds, each with all that one may send at once, or with as many streams as it may have."""
+    host, tasks, clock = Host(), list[asyncio.Task[None]](), asyncio.get_running_loop().time
+    await host.endpoint.serve(ROUND, answered)
 
-    async def main() -> list[float]:
-        host, tasks, clock = Host(), list[asyncio.Task[None]](), asyncio.get_running_loop().time
-        await host.endpoint.serve(ROUND, answered)
-
-        async def attack(name: str) -> None:
-            streams, transport = 1 if body > 1 else STREAMS_PER_OUTSIDER, host.network.transport(name)
-            channels = [await transport.open("B", ROUND) for _ in range(streams)]
-            with contextlib.suppress(PeerUnreachable):
-                for channel in channels:
-                    await channel.send(bytes(body))
-            await asyncio.sleep(0.1)
+    async def attack(name: str) -> None:
+        streams, transport = 1 if body > 1 else STREAMS_PER_OUTSIDER, host.network.transport(name)
+        channels = [await transport.open("B", ROUND) for _ in range(streams)]
+        with contextlib.suppress(PeerUnreachable):
             for channel in channels:
-                channel.abort()
+                await channel.send(bytes(body))
+        await asyncio.sleep(0.1)
+        for channel in channels:
+            channel.abort()
 
-        took, me = list[float](), RpcEndpoint(host.network.transport("honest"), SILENCE_S)
-        for i in range(240):
-            tasks.append(asyncio.ensure_future(attack(f"X{i}")))
-            if i % 80 == 79:
-                began = clock()
-                assert await me.ask("B", ROUND, bytes(1000), 60.0) == b"here"
-                took.append(clock() - began)
-            await asyncio.sleep(0.05)
-        await asyncio.gather(*tasks)
-        return took
-
-    assert max(run_virtual(main())) < SILENCE_S
+    took, me = list[float](), RpcEndpoint(host.network.transport("honest"), SILENCE_S)
+    for i in range(240):
+        tasks.append(asyncio.ensure_future(attack(f"X{i}")))
+        if i % 80 == 79:
+            began = clock()
+            assert await me.ask("B", ROUND, bytes(1000), 60.0) == b"here"
+            took.append(clock() - began)
+        await asyncio.sleep(0.05)
+    await asyncio.gather(*tasks)
+    assert max(took) < SILENCE_S
 
 
 async def answered(stream: Stream) -> None:
@@ -228,29 +221,25 @@ async def answered(stream: Stream) -> None:
     await stream.send(b"here")
 
 
-def test_a_header_without_its_body_takes_nobody_s_time() -> None:
+async def test_a_header_without_its_body_takes_nobody_s_time() -> None:
     """200 identities each promise the longest frame that they may send, and leave."""
-
-    async def main() -> float:
-        host, serving = Host(), list[asyncio.Task[None]]()
-        await host.endpoint.serve(ROUND, answered)
-        for i in range(200):
-            wire = ByteStream()
-            wire.connection_made(NoTransport())
-            serving.append(asyncio.ensure_future(host.endpoint._answer(ROUND, StreamChannel(f"X{i}", wire))))
-            header = HEADER.pack(Kind.MESSAGE, OUTSIDER_FRAME_BYTES)
-            await asyncio.sleep(0.01)
-            wire.get_buffer(-1)[: len(header)] = header
-            wire.buffer_updated(len(header))
-            await asyncio.sleep(0.01)
-            wire.connection_lost(None)
-        began = asyncio.get_running_loop().time()
-        await RpcEndpoint(host.network.transport("honest"), SILENCE_S).ask("B", ROUND, bytes(1000), 1000.0)
-        took_s = asyncio.get_running_loop().time() - began
-        await asyncio.gather(*serving)
-        return took_s
-
-    assert run_virtual(main()) < 0.1
+    host, serving = Host(), list[asyncio.Task[None]]()
+    await host.endpoint.serve(ROUND, answered)
+    for i in range(200):
+        wire = ByteStream()
+        wire.connection_made(NoTransport())
+        serving.append(asyncio.ensure_future(host.endpoint._answer(ROUND, StreamChannel(f"X{i}", wire))))
+        header = HEADER.pack(Kind.MESSAGE, OUTSIDER_FRAME_BYTES)
+        await asyncio.sleep(0.01)
+        wire.get_buffer(-1)[: len(header)] = header
+        wire.buffer_updated(len(header))
+        await asyncio.sleep(0.01)
+        wire.connection_lost(None)
+    began = asyncio.get_running_loop().time()
+    await RpcEndpoint(host.network.transport("honest"), SILENCE_S).ask("B", ROUND, bytes(1000), 1000.0)
+    took_s = asyncio.get_running_loop().time() - began
+    await asyncio.gather(*serving)
+    assert took_s < 0.1
 
 
 class NoTransport(asyncio.Transport):
@@ -272,85 +261,76 @@ class NoTransport(asyncio.Transport):
     abort = pause_reading = resume_reading = close
 
 
-def test_where_too_much_waits_those_that_took_most_are_refused_and_turns_are_given_up_for_nothing() -> None:
-    async def main() -> None:
-        shares, last = Shares(SILENCE_S, lambda: 1e9), STREAMS_OF_OUTSIDERS
-        shares.is_known = lambda peer: False
-        waiting = [asyncio.ensure_future(shares.pace(f"X{i}", OUTSIDER_FRAME_BYTES)) for i in range(last)]
-        await asyncio.sleep(0.5)
-        assert WAITING_S / 2 < shares._turns.waiting_s <= WAITING_S
-        small = asyncio.ensure_future(shares.pace("small", 1000))
-        await asyncio.wait_for(small, 1.5)
-        refused = [each.exception() for each in waiting if each.done() and each.exception() is not None]
-        assert all(isinstance(each, Refused) and each.code is Code.BUSY for each in refused)
-        assert last - 15 < len(refused) < last
-        for each in waiting:
-            each.cancel()
-        await asyncio.sleep(0)
-        assert shares._turns.waiting_s == 0.0
-        await asyncio.wait_for(shares.pace("another", OUTSIDER_FRAME_BYTES), 1.5)
-
-    run_virtual(main())
+async def test_where_too_much_waits_those_that_took_most_are_refused_and_turns_are_given_up_for_nothing() -> None:
+    shares, last = Shares(SILENCE_S, lambda: 1e9), STREAMS_OF_OUTSIDERS
+    shares.is_known = lambda peer: False
+    waiting = [asyncio.ensure_future(shares.pace(f"X{i}", OUTSIDER_FRAME_BYTES)) for i in range(last)]
+    await asyncio.sleep(0.5)
+    assert WAITING_S / 2 < shares._turns.waiting_s <= WAITING_S
+    small = asyncio.ensure_future(shares.pace("small", 1000))
+    await asyncio.wait_for(small, 1.5)
+    refused = [each.exception() for each in waiting if each.done() and each.exception() is not None]
+    assert all(isinstance(each, Refused) and each.code is Code.BUSY for each in refused)
+    assert last - 15 < len(refused) < last
+    for each in waiting:
+        each.cancel()
+    await asyncio.sleep(0)
+    assert shares._turns.waiting_s == 0.0
+    await asyncio.wait_for(shares.pace("another", OUTSIDER_FRAME_BYTES), 1.5)
 
 
-def test_long_answers_to_outsiders_have_a_pace_and_newcomers_and_members_do_not_wait_behind_it() -> None:
-    async def main() -> int:
-        host, rounds, taken = Host(), Rounds("B"), list[int]()
-        for number in range(300):
-            rounds.add(a_record(number))
-        await host.endpoint.serve(HISTORY, serving(rounds, lambda: 0.0))
+async def test_long_answers_to_outsiders_have_a_pace_and_newcomers_and_members_do_not_wait_behind_it() -> None:
+    host, rounds, taken = Host(), Rounds("B"), list[int]()
+    for number in range(300):
+        rounds.add(a_record(number))
+    await host.endpoint.serve(HISTORY, serving(rounds, lambda: 0.0))
 
-        async def ask(name: str, timeout_s: float) -> int:
-            asker = RpcEndpoint(host.network.transport(name), SILENCE_S)
-            return len(expanded(await asker.ask("B", HISTORY, pack(HistoryRequest(-1, 256)), timeout_s)))
+    async def ask(name: str, timeout_s: float) -> int:
+        asker = RpcEndpoint(host.network.transport(name), SILENCE_S)
+        return len(expanded(await asker.ask("B", HISTORY, pack(HistoryRequest(-1, 256)), timeout_s)))
 
-        async def greedy(name: str) -> None:
-            while True:
-                try:
-                    taken.append(await ask(name, 60.0))
-                except (Refused, PeerUnreachable):
-                    await asyncio.sleep(0.2)
-
-        attacks = [asyncio.ensure_future(greedy(f"X{i}")) for i in range(8) for _ in range(4)]
-        await asyncio.sleep(10)
-        assert await ask("member", 0.5) > 200_000
-        assert await ask("newcomer", 2.0) > 200_000
-        for attack in attacks:
-            attack.cancel()
-        return sum(taken)
-
-    assert 2**21 < run_virtual(main()) < (10 + OUTSIDERS_BURST_S + 3) * ANSWERS_BITS / 8
-
-
-def test_who_is_refused_a_long_answer_has_not_taken_it_and_gets_one_among_newcomers() -> None:
-    async def main() -> None:
-        shares, page = Shares(SILENCE_S, lambda: 1e9), 2**18
-        shares.is_known = lambda peer: False
-
-        async def come(name: str) -> None:
-            with contextlib.suppress(Refused):
-                await shares.answer(name, page)
-
-        async def newcomers() -> None:
-            for number in itertools.count():
-                coming.append(asyncio.ensure_future(come(f"X{number}")))
+    async def greedy(name: str) -> None:
+        while True:
+            try:
+                taken.append(await ask(name, 60.0))
+            except (Refused, PeerUnreachable):
                 await asyncio.sleep(0.2)
 
-        coming = list[asyncio.Future[None]]()
-        coming.append(asyncio.ensure_future(newcomers()))
-        await asyncio.sleep(2 * OUTSIDERS_BURST_S + 10)
-        for _ in range(3):
-            for _ in range(100):
-                try:
-                    await shares.answer("late", page)
-                    break
-                except Refused as refused:
-                    await asyncio.sleep(refused.refusal.retry_s or 0.0)
-            else:
-                raise AssertionError("newcomers keep it out")
-        await end_tasks(coming)
+    attacks = [asyncio.ensure_future(greedy(f"X{i}")) for i in range(8) for _ in range(4)]
+    await asyncio.sleep(10)
+    assert await ask("member", 0.5) > 200_000
+    assert await ask("newcomer", 2.0) > 200_000
+    for attack in attacks:
+        attack.cancel()
+    assert 2**21 < sum(taken) < (10 + OUTSIDERS_BURST_S + 3) * ANSWERS_BITS / 8
 
-    run_virtual(main())
+
+async def test_who_is_refused_a_long_answer_has_not_taken_it_and_gets_one_among_newcomers() -> None:
+    shares, page = Shares(SILENCE_S, lambda: 1e9), 2**18
+    shares.is_known = lambda peer: False
+
+    async def come(name: str) -> None:
+        with contextlib.suppress(Refused):
+            await shares.answer(name, page)
+
+    async def newcomers() -> None:
+        for number in itertools.count():
+            coming.append(asyncio.ensure_future(come(f"X{number}")))
+            await asyncio.sleep(0.2)
+
+    coming = list[asyncio.Future[None]]()
+    coming.append(asyncio.ensure_future(newcomers()))
+    await asyncio.sleep(2 * OUTSIDERS_BURST_S + 10)
+    for _ in range(3):
+        for _ in range(100):
+            try:
+                await shares.answer("late", page)
+                break
+            except Refused as refused:
+                await asyncio.sleep(refused.refusal.retry_s or 0.0)
+        else:
+            raise AssertionError("newcomers keep it out")
+    await end_tasks(coming)
 
 
 def test_long_answers_to_outsiders_take_a_tenth_of_a_thin_line() -> None:
@@ -365,60 +345,51 @@ def test_long_answers_to_outsiders_take_a_tenth_of_a_thin_line() -> None:
     assert run_virtual(main()) == pytest.approx(8 * 2**18 / 1.25e5 * LINE_OVERHEAD - in_burst_s, abs=3.0)
 
 
-def test_members_for_whom_the_owner_does_not_vouch_wait_for_long_answers_too() -> None:
-    async def main() -> None:
-        host, clock = Host(knows=True), asyncio.get_running_loop().time
-        host.endpoint.shares.is_trusted = lambda peer: peer == "vouched"
+async def test_members_for_whom_the_owner_does_not_vouch_wait_for_long_answers_too() -> None:
+    host, clock = Host(knows=True), asyncio.get_running_loop().time
+    host.endpoint.shares.is_trusted = lambda peer: peer == "vouched"
 
-        async def answer(stream: Stream) -> None:
-            await stream.message()
-            await stream.answer(lambda: bytes(2**20), 2**20)
+    async def answer(stream: Stream) -> None:
+        await stream.message()
+        await stream.answer(lambda: bytes(2**20), 2**20)
 
-        await host.endpoint.serve(COMMITS, answer)
+    await host.endpoint.serve(COMMITS, answer)
 
-        async def taken(name: str) -> float:
-            began, asker = clock(), RpcEndpoint(host.network.transport(name), SILENCE_S)
-            for _ in range(8):
-                await asker.ask_in_turn("B", COMMITS, b"x")
-            return clock() - began
+    async def taken(name: str) -> float:
+        began, asker = clock(), RpcEndpoint(host.network.transport(name), SILENCE_S)
+        for _ in range(8):
+            await asker.ask_in_turn("B", COMMITS, b"x")
+        return clock() - began
 
-        assert await taken("vouched") < 0.1
-        assert await taken("newcomer") > 2.0
-
-    run_virtual(main())
+    assert await taken("vouched") < 0.1
+    assert await taken("newcomer") > 2.0
 
 
-def test_an_answer_that_alone_takes_longer_than_anybody_may_wait_is_given() -> None:
-    async def main() -> None:
-        shares = Shares(SILENCE_S, lambda: 62.5e3)
-        for _ in range(2):
-            await shares.answer("X", 2**20)
-
-    run_virtual(main())
+async def test_an_answer_that_alone_takes_longer_than_anybody_may_wait_is_given() -> None:
+    shares = Shares(SILENCE_S, lambda: 62.5e3)
+    for _ in range(2):
+        await shares.answer("X", 2**20)
 
 
 @pytest.mark.parametrize("busy", [5, 10**6])
-def test_a_newcomer_asks_a_busy_peer_again_and_not_for_ever(busy: int) -> None:
-    async def main() -> float:
-        host, asked, clock = Host(), list[str](), asyncio.get_running_loop().time
+async def test_a_newcomer_asks_a_busy_peer_again_and_not_for_ever(busy: int) -> None:
+    host, asked, clock = Host(), list[str](), asyncio.get_running_loop().time
 
-        async def answer(stream: Stream) -> None:
-            await stream.message()
-            asked.append(stream.remote)
-            if len(asked) <= busy:
-                raise Refused(Code.BUSY, "too many newcomers ask at a time")
-            await stream.send(b"a page")
+    async def answer(stream: Stream) -> None:
+        await stream.message()
+        asked.append(stream.remote)
+        if len(asked) <= busy:
+            raise Refused(Code.BUSY, "too many newcomers ask at a time")
+        await stream.send(b"a page")
 
-        await host.endpoint.serve(COMMITS, answer)
-        newcomer = RpcEndpoint(host.network.transport("newcomer"), SILENCE_S)
-        if busy < 10:
-            assert await newcomer.ask_in_turn("B", COMMITS, b"x") == b"a page"
-        else:
-            with pytest.raises(Refused):
-                await newcomer.ask_in_turn("B", COMMITS, b"x")
-        return clock()
-
-    assert run_virtual(main()) == pytest.approx(min(busy * RETRY_S, BUSY_SILENCES * SILENCE_S), abs=RETRY_S)
+    await host.endpoint.serve(COMMITS, answer)
+    newcomer = RpcEndpoint(host.network.transport("newcomer"), SILENCE_S)
+    if busy < 10:
+        assert await newcomer.ask_in_turn("B", COMMITS, b"x") == b"a page"
+    else:
+        with pytest.raises(Refused):
+            await newcomer.ask_in_turn("B", COMMITS, b"x")
+    assert clock() == pytest.approx(min(busy * RETRY_S, BUSY_SILENCES * SILENCE_S), abs=RETRY_S)
 
 
 def a_record(number: int) -> RoundRecord:
@@ -429,90 +400,77 @@ def a_record(number: int) -> RoundRecord:
     )
 
 
-def test_an_outsider_that_does_not_read_its_answer_keeps_no_memory() -> None:
-    async def main() -> None:
-        host = Host()
-        ended = asyncio.Event()
+async def test_an_outsider_that_does_not_read_its_answer_keeps_no_memory() -> None:
+    host = Host()
+    ended = asyncio.Event()
 
-        async def answer(stream: Stream) -> None:
-            try:
-                await stream.message()
-                await stream.answer(lambda: bytes(2**20), 2**20)
-            finally:
-                ended.set()
-
-        await host.endpoint.serve(COMMITS, answer)
-        channel = await host.network.transport("X").open("B", COMMITS)
-        await channel.send(b"x")
-        host.network.set_bandwidth("X", 1e6, 1e3)
-        await asyncio.wait_for(ended.wait(), 1.5 * SILENCE_S)
-
-    run_virtual(main())
-
-
-def test_a_heartbeat_for_which_there_is_no_room_breaks_no_stream() -> None:
-    async def main() -> None:
-        host, refused = Host(), list[int]()
-
-        async def pace(peer: str, cost: int) -> None:
-            if cost == FRAME_COST:
-                refused.append(cost)
-                raise Refused(Code.BUSY, "too many")
-
-        async def slow(stream: Stream) -> None:
+    async def answer(stream: Stream) -> None:
+        try:
             await stream.message()
-            await stream.alive(asyncio.sleep(10 * SILENCE_S))
-            await stream.send(b"done")
+            await stream.answer(lambda: bytes(2**20), 2**20)
+        finally:
+            ended.set()
 
-        host.endpoint.shares.pace = pace  # type: ignore[method-assign]
-        await host.endpoint.serve(PING, slow)
-        outsider = RpcEndpoint(host.network.transport("X"), SILENCE_S)
-        async with outsider.stream("B", PING) as stream:
-            await stream.send(b"request")
-            assert await stream.alive(stream.message()) == b"done"
-        assert len(refused) > 3
-
-    run_virtual(main())
+    await host.endpoint.serve(COMMITS, answer)
+    channel = await host.network.transport("X").open("B", COMMITS)
+    await channel.send(b"x")
+    host.network.set_bandwidth("X", 1e6, 1e3)
+    await asyncio.wait_for(ended.wait(), 1.5 * SILENCE_S)
 
 
-def test_all_outsiders_together_have_a_pace() -> None:
-    async def main() -> None:
-        host = Host()
-        await host.serve()
-        floods = []
-        for i in range(30):
-            channel = await host.channel(f"X{i}")
+async def test_a_heartbeat_for_which_there_is_no_room_breaks_no_stream() -> None:
+    host, refused = Host(), list[int]()
 
-            async def flood(channel: Channel = channel) -> None:
-                with contextlib.suppress(PeerUnreachable):
-                    while True:
-                        await channel.send(bytes(1000))
+    async def pace(peer: str, cost: int) -> None:
+        if cost == FRAME_COST:
+            refused.append(cost)
+            raise Refused(Code.BUSY, "too many")
 
-            floods.append(asyncio.ensure_future(flood()))
-        await asyncio.sleep(20.0)
-        assert host.frames * (1000 + FRAME_COST) < 1.2 * 24 * 2**16
-        for each in floods:
-            each.cancel()
+    async def slow(stream: Stream) -> None:
+        await stream.message()
+        await stream.alive(asyncio.sleep(10 * SILENCE_S))
+        await stream.send(b"done")
 
-    run_virtual(main())
+    host.endpoint.shares.pace = pace  # type: ignore[method-assign]
+    await host.endpoint.serve(PING, slow)
+    outsider = RpcEndpoint(host.network.transport("X"), SILENCE_S)
+    async with outsider.stream("B", PING) as stream:
+        await stream.send(b"request")
+        assert await stream.alive(stream.message()) == b"done"
+    assert len(refused) > 3
+
+
+async def test_all_outsiders_together_have_a_pace() -> None:
+    host = Host()
+    await host.serve()
+    floods = []
+    for i in range(30):
+        channel = await host.channel(f"X{i}")
+
+        async def flood(channel: Channel = channel) -> None:
+            with contextlib.suppress(PeerUnreachable):
+                while True:
+                    await channel.send(bytes(1000))
+
+        floods.append(asyncio.ensure_future(flood()))
+    await asyncio.sleep(20.0)
+    assert host.frames * (1000 + FRAME_COST) < 1.2 * 24 * 2**16
+    for each in floods:
+        each.cancel()
 
 
 @pytest.mark.parametrize("peer", ["X", "member"])
-def test_a_frame_is_refused_by_its_header(peer: str) -> None:
+async def test_a_frame_is_refused_by_its_header(peer: str) -> None:
     """A stranger's also where the method takes more from members."""
-
-    async def main() -> Code:
-        host = Host()
-        await host.endpoint.serve(ROUND, lambda stream: stream.message())  # type: ignore[arg-type, return-value]
-        channel = await host.network.transport(peer).open("B", ROUND)
-        longest = METHODS[ROUND].request_bytes if peer == "member" else OUTSIDER_FRAME_BYTES
-        await channel.send(bytes(longest + 1))
-        while (answer := await channel.receive()) is not None and answer.kind != Kind.REFUSAL:
-            pass
-        assert answer is not None
-        return Refused.read(answer.body).code
-
-    assert run_virtual(main()) is Code.TOO_LARGE
+    host = Host()
+    await host.endpoint.serve(ROUND, lambda stream: stream.message())  # type: ignore[arg-type, return-value]
+    channel = await host.network.transport(peer).open("B", ROUND)
+    longest = METHODS[ROUND].request_bytes if peer == "member" else OUTSIDER_FRAME_BYTES
+    await channel.send(bytes(longest + 1))
+    while (answer := await channel.receive()) is not None and answer.kind != Kind.REFUSAL:
+        pass
+    assert answer is not None
+    assert Refused.read(answer.body).code is Code.TOO_LARGE
 
 
 def test_a_promise_of_bytes_takes_no_memory() -> None:
@@ -535,40 +493,34 @@ def test_a_promise_of_bytes_takes_no_memory() -> None:
     asyncio.run(main())
 
 
-def test_the_bytes_held_for_outsiders_are_bounded_each_and_in_all() -> None:
-    async def main() -> None:
-        shares = Shares(SILENCE_S, lambda: 1e9)
-        shares.is_known = lambda peer: False
-        for i in range(HELD_BY_OUTSIDERS // HELD_PER_STRANGER - 1):
-            await shares.hold(f"X{i}", HELD_PER_STRANGER)
-        waiting = [asyncio.ensure_future(shares.hold("X0", 1))]
-        await asyncio.sleep(1)
-        await asyncio.wait_for(shares.hold("Y", HELD_PER_STRANGER // 2), 1)
-        await asyncio.wait_for(shares.hold("Z", HELD_PER_STRANGER // 2), 1)
-        waiting.append(asyncio.ensure_future(shares.hold("Z", 1)))
-        await asyncio.sleep(1)
-        assert not any(each.done() for each in waiting)
-        shares.release("X0", HELD_PER_STRANGER)
-        await asyncio.wait_for(asyncio.gather(*waiting), 1)
-
-    run_virtual(main())
+async def test_the_bytes_held_for_outsiders_are_bounded_each_and_in_all() -> None:
+    shares = Shares(SILENCE_S, lambda: 1e9)
+    shares.is_known = lambda peer: False
+    for i in range(HELD_BY_OUTSIDERS // HELD_PER_STRANGER - 1):
+        await shares.hold(f"X{i}", HELD_PER_STRANGER)
+    waiting = [asyncio.ensure_future(shares.hold("X0", 1))]
+    await asyncio.sleep(1)
+    await asyncio.wait_for(shares.hold("Y", HELD_PER_STRANGER // 2), 1)
+    await asyncio.wait_for(shares.hold("Z", HELD_PER_STRANGER // 2), 1)
+    waiting.append(asyncio.ensure_future(shares.hold("Z", 1)))
+    await asyncio.sleep(1)
+    assert not any(each.done() for each in waiting)
+    shares.release("X0", HELD_PER_STRANGER)
+    await asyncio.wait_for(asyncio.gather(*waiting), 1)
 
 
 @pytest.mark.parametrize(("is_vouched", "most"), [(True, HELD_PER_PEER), (False, HELD_PER_STRANGER)])
-def test_the_bytes_held_for_a_member_are_bounded_and_free_again_when_its_streams_end(is_vouched: bool, most: int) -> None:
-    async def main() -> None:
-        shares = Shares(SILENCE_S, lambda: 1e9)
-        shares.is_trusted = lambda peer: is_vouched
-        await shares.hold("A", most)
-        waiting = asyncio.ensure_future(shares.hold("A", 1))
-        other = asyncio.ensure_future(shares.hold("B", most))
-        await asyncio.sleep(1)
-        assert other.done()
-        assert not waiting.done()
-        shares.release("A", most)
-        await asyncio.wait_for(waiting, 1)
-
-    run_virtual(main())
+async def test_the_bytes_held_for_a_member_are_bounded_and_free_again_when_its_streams_end(is_vouched: bool, most: int) -> None:
+    shares = Shares(SILENCE_S, lambda: 1e9)
+    shares.is_trusted = lambda peer: is_vouched
+    await shares.hold("A", most)
+    waiting = asyncio.ensure_future(shares.hold("A", 1))
+    other = asyncio.ensure_future(shares.hold("B", most))
+    await asyncio.sleep(1)
+    assert other.done()
+    assert not waiting.done()
+    shares.release("A", most)
+    await asyncio.wait_for(waiting, 1)
 
 
 def shares_of_an_open_campaign() -> Shares:
@@ -578,90 +530,75 @@ def shares_of_an_open_campaign() -> Shares:
 
 
 @pytest.mark.parametrize("size", [OWN_BYTES, OWN_BYTES + 1, UPDATE, MAX_FRAME_BYTES])
-def test_all_members_for_whom_the_owner_does_not_vouch_hold_bounded_bytes_however_many_they_are(size: int) -> None:
-    async def main() -> int:
-        shares = shares_of_an_open_campaign()
-        frames = [asyncio.ensure_future(shares.hold(f"X{i}", size)) for _ in range(8) for i in range(MAX_MEMBERS)]
-        await asyncio.sleep(1)
-        held = sum(shares._held.values())
-        assert held == sum(size for each in frames if each.done())
-        await asyncio.wait_for(shares.hold("vouched", HELD_PER_PEER), 1)
-        await end_tasks(frames)
-        return held
-
-    assert run_virtual(main()) <= GREEDY_STRANGERS * HELD_PER_STRANGER + MAX_MEMBERS * OWN_BYTES
+async def test_all_members_for_whom_the_owner_does_not_vouch_hold_bounded_bytes_however_many_they_are(size: int) -> None:
+    shares = shares_of_an_open_campaign()
+    frames = [asyncio.ensure_future(shares.hold(f"X{i}", size)) for _ in range(8) for i in range(MAX_MEMBERS)]
+    await asyncio.sleep(1)
+    held = sum(shares._held.values())
+    assert held == sum(size for each in frames if each.done())
+    await asyncio.wait_for(shares.hold("vouched", HELD_PER_PEER), 1)
+    await end_tasks(frames)
+    assert held <= GREEDY_STRANGERS * HELD_PER_STRANGER + MAX_MEMBERS * OWN_BYTES
 
 
-def test_greedy_members_for_whom_the_owner_does_not_vouch_keep_nobody_waiting() -> None:
-    async def main() -> None:
-        shares = shares_of_an_open_campaign()
-        greedy = [asyncio.ensure_future(shares.hold(f"greedy {i}", UPDATE)) for _ in range(8) for i in range(200)]
-        await asyncio.sleep(1)
-        assert all(shares._held[f"greedy {i}"] for i in range(200))
-        assert sum(shares._held.values()) > FURTHER_SHARE * GREEDY_STRANGERS * HELD_PER_STRANGER
-        for i in range(100):
-            await asyncio.wait_for(shares.hold(f"honest {i}", UPDATE), 1)  # its frames come one at a time
-        further = asyncio.ensure_future(shares.hold("honest 0", UPDATE))
-        await asyncio.sleep(1)
-        assert not further.done()
-        shares.release("honest 0", UPDATE)
-        await asyncio.wait_for(further, 1)
-        await end_tasks(greedy)
-
-    run_virtual(main())
+async def test_greedy_members_for_whom_the_owner_does_not_vouch_keep_nobody_waiting() -> None:
+    shares = shares_of_an_open_campaign()
+    greedy = [asyncio.ensure_future(shares.hold(f"greedy {i}", UPDATE)) for _ in range(8) for i in range(200)]
+    await asyncio.sleep(1)
+    assert all(shares._held[f"greedy {i}"] for i in range(200))
+    assert sum(shares._held.values()) > FURTHER_SHARE * GREEDY_STRANGERS * HELD_PER_STRANGER
+    for i in range(100):
+        await asyncio.wait_for(shares.hold(f"honest {i}", UPDATE), 1)  # its frames come one at a time
+    further = asyncio.ensure_future(shares.hold("honest 0", UPDATE))
+    await asyncio.sleep(1)
+    assert not further.done()
+    shares.release("honest 0", UPDATE)
+    await asyncio.wait_for(further, 1)
+    await end_tasks(greedy)
 
 
-def test_where_strange_members_hold_all_only_long_frames_wait_and_the_longest_gets_room() -> None:
-    async def main() -> None:
-        shares, vouched = shares_of_an_open_campaign(), {"vouched", "fallen"}
-        shares.is_trusted = vouched.__contains__
-        await shares.hold("fallen", HELD_PER_PEER)
-        greedy = [f"greedy {i}" for i in range(GREEDY_STRANGERS)]
-        for name in greedy:
-            await shares.hold(name, HELD_PER_STRANGER + OWN_BYTES)
-        vouched.remove("fallen")
-        assert shares.enter("fallen")
-        waiting = asyncio.ensure_future(shares.hold("honest", MAX_FRAME_BYTES))
-        await asyncio.wait_for(shares.hold("honest", OWN_BYTES), 1)
-        await asyncio.wait_for(shares.hold("vouched", HELD_PER_PEER), 1)
-        await asyncio.sleep(1)
-        assert not waiting.done()
-        shares.release("honest", OWN_BYTES)
-        shares.release("fallen", HELD_PER_PEER)
-        for name in greedy[:2]:
-            shares.release(name, HELD_PER_STRANGER)
-        await asyncio.wait_for(waiting, 1)
-
-    run_virtual(main())
+async def test_where_strange_members_hold_all_only_long_frames_wait_and_the_longest_gets_room() -> None:
+    shares, vouched = shares_of_an_open_campaign(), {"vouched", "fallen"}
+    shares.is_trusted = vouched.__contains__
+    await shares.hold("fallen", HELD_PER_PEER)
+    greedy = [f"greedy {i}" for i in range(GREEDY_STRANGERS)]
+    for name in greedy:
+        await shares.hold(name, HELD_PER_STRANGER + OWN_BYTES)
+    vouched.remove("fallen")
+    assert shares.enter("fallen")
+    waiting = asyncio.ensure_future(shares.hold("honest", MAX_FRAME_BYTES))
+    await asyncio.wait_for(shares.hold("honest", OWN_BYTES), 1)
+    await asyncio.wait_for(shares.hold("vouched", HELD_PER_PEER), 1)
+    await asyncio.sleep(1)
+    assert not waiting.done()
+    shares.release("honest", OWN_BYTES)
+    shares.release("fallen", HELD_PER_PEER)
+    for name in greedy[:2]:
+        shares.release(name, HELD_PER_STRANGER)
+    await asyncio.wait_for(waiting, 1)
 
 
-def test_who_becomes_a_member_or_vouched_for_while_its_bytes_are_held_leaves_nothing_in_the_account() -> None:
-    async def main() -> None:
-        shares, standing = shares_of_an_open_campaign(), {"A": 0}
-        shares.is_known, shares.is_trusted = lambda peer: standing[peer] > 0, lambda peer: standing[peer] > 1
-        for order in itertools.permutations(range(3)):
-            for standing["A"] in order:
-                await shares.hold("A", UPDATE)
-            for standing["A"] in order:
-                shares.release("A", UPDATE)
-            assert shares._shared == sum(shares._held.values()) == len(shares._outsiders | shares._strange_members) == 0
-
-    run_virtual(main())
+async def test_who_becomes_a_member_or_vouched_for_while_its_bytes_are_held_leaves_nothing_in_the_account() -> None:
+    shares, standing = shares_of_an_open_campaign(), {"A": 0}
+    shares.is_known, shares.is_trusted = lambda peer: standing[peer] > 0, lambda peer: standing[peer] > 1
+    for order in itertools.permutations(range(3)):
+        for standing["A"] in order:
+            await shares.hold("A", UPDATE)
+        for standing["A"] in order:
+            shares.release("A", UPDATE)
+        assert shares._shared == sum(shares._held.values()) == len(shares._outsiders | shares._strange_members) == 0
 
 
-def test_frames_of_one_peer_that_wait_for_room_do_not_all_look_for_it_at_each_release() -> None:
-    async def main() -> int:
-        shares, looks = shares_of_an_open_campaign(), list[str]()
-        await shares.hold("greedy", HELD_PER_STRANGER)
-        waiting = [asyncio.ensure_future(shares.hold("greedy", UPDATE)) for _ in range(1000)]
-        await asyncio.sleep(1)
-        shares.is_known = lambda peer: not looks.append(peer)  # type: ignore[func-returns-value]
-        shares.release("another", 1)
-        await asyncio.sleep(1)
-        await end_tasks(waiting)
-        return len(looks)
-
-    assert run_virtual(main()) < 10
+async def test_frames_of_one_peer_that_wait_for_room_do_not_all_look_for_it_at_each_release() -> None:
+    shares, looks = shares_of_an_open_campaign(), list[str]()
+    await shares.hold("greedy", HELD_PER_STRANGER)
+    waiting = [asyncio.ensure_future(shares.hold("greedy", UPDATE)) for _ in range(1000)]
+    await asyncio.sleep(1)
+    shares.is_known = lambda peer: not looks.append(peer)  # type: ignore[func-returns-value]
+    shares.release("another", 1)
+    await asyncio.sleep(1)
+    await end_tasks(waiting)
+    assert len(looks) < 10
 
 
 LONG_FRAMES = [
@@ -670,30 +607,27 @@ LONG_FRAMES = [
 
 
 @pytest.mark.parametrize(("method", "kind"), LONG_FRAMES)
-def test_a_frame_that_only_vouched_members_send_is_refused_from_others_by_its_header(method: str, kind: Kind) -> None:
-    async def main() -> None:
-        host, taken = Host(knows=True), list[str]()
-        host.endpoint.shares.is_trusted = lambda peer: peer == "vouched"
+async def test_a_frame_that_only_vouched_members_send_is_refused_from_others_by_its_header(method: str, kind: Kind) -> None:
+    host, taken = Host(knows=True), list[str]()
+    host.endpoint.shares.is_trusted = lambda peer: peer == "vouched"
 
-        async def take(stream: Stream) -> None:
-            taken.append(stream.remote)
-            await stream.any_message()
-            await stream.send(b"taken")
+    async def take(stream: Stream) -> None:
+        taken.append(stream.remote)
+        await stream.any_message()
+        await stream.send(b"taken")
 
-        await host.endpoint.serve(method, take)
+    await host.endpoint.serve(method, take)
 
-        async def sent(peer: str, size: int) -> bytes:
-            asker = RpcEndpoint(host.network.transport(peer), SILENCE_S)
-            return await asker.ask("B", method, bytes(size), 10.0, kind)
+    async def sent(peer: str, size: int) -> bytes:
+        asker = RpcEndpoint(host.network.transport(peer), SILENCE_S)
+        return await asker.ask("B", method, bytes(size), 10.0, kind)
 
-        longest = METHODS[method].stranger_bytes
-        assert longest < METHODS[method].longest(kind, to_asker=False) == MAX_FRAME_BYTES
-        assert await sent("vouched", MAX_FRAME_BYTES) == await sent("newcomer", longest) == b"taken"
-        with pytest.raises(Refused, match="at most") as refused:
-            await sent("newcomer", longest + 1)
-        assert refused.value.code is Code.TOO_LARGE
-
-    run_virtual(main())
+    longest = METHODS[method].stranger_bytes
+    assert longest < METHODS[method].longest(kind, to_asker=False) == MAX_FRAME_BYTES
+    assert await sent("vouched", MAX_FRAME_BYTES) == await sent("newcomer", longest) == b"taken"
+    with pytest.raises(Refused, match="at most") as refused:
+        await sent("newcomer", longest + 1)
+    assert refused.value.code is Code.TOO_LARGE
 
 
 def test_no_member_may_send_a_long_frame_for_which_the_owner_does_not_vouch_but_a_part_of_its_update() -> None:
@@ -713,21 +647,17 @@ def test_streams_of_members_for_whom_the_owner_does_not_vouch_are_capped_in_all_
     assert sum(shown.values()) == GREEDY_STRANGERS * STREAMS_PER_PEER
 
 
-def test_a_swarm_s_members_are_no_outsiders_to_each_other() -> None:
+async def test_a_swarm_s_members_are_no_outsiders_to_each_other() -> None:
     from spes_p2p.testing.simulate.swarm import VirtualSwarm, campaign
-
-    async def main() -> None:
-        swarm = VirtualSwarm(campaign())
-        swarm.start_all()
-        await swarm.until_round(1)
-        for node in swarm.nodes.values():
-            for is_known in (node.endpoint.shares.is_known, node.world.registry.is_known):
-                assert {peer for peer in "WABCX" if is_known(peer)} == set("WABC")
-        swarm.start("D")
-        await swarm.until(lambda: "D" in swarm.nodes["A"].log.last.members)
-        assert swarm.nodes["A"].endpoint.shares.is_known("D")
-
-    run_virtual(main())
+    swarm = VirtualSwarm(campaign())
+    swarm.start_all()
+    await swarm.until_round(1)
+    for node in swarm.nodes.values():
+        for is_known in (node.endpoint.shares.is_known, node.world.registry.is_known):
+            assert {peer for peer in "WABCX" if is_known(peer)} == set("WABC")
+    swarm.start("D")
+    await swarm.until(lambda: "D" in swarm.nodes["A"].log.last.members)
+    assert swarm.nodes["A"].endpoint.shares.is_known("D")
 
 
 # Any bytes --------------------------------------------------------------------------------------------------------------
@@ -866,14 +796,11 @@ def test_any_headers_end_a_stream_with_a_refusal_or_a_break(frames: list[tuple[i
     asyncio.run(main())
 
 
-def test_ignorable_frames_are_limited_too() -> None:
-    async def main() -> None:
-        host = Host(knows=True)
-        await host.serve()
-        channel = await host.channel("A")
-        await channel.send(bytes(METHODS[PING].longest(IGNORABLE, to_asker=False) + 1), kind=IGNORABLE)
-        while (answer := await channel.receive()) is not None and answer.kind != Kind.REFUSAL:
-            pass
-        assert answer is not None
-
-    run_virtual(main())
+async def test_ignorable_frames_are_limited_too() -> None:
+    host = Host(knows=True)
+    await host.serve()
+    channel = await host.channel("A")
+    await channel.send(bytes(METHODS[PING].longest(IGNORABLE, to_asker=False) + 1), kind=IGNORABLE)
+    while (answer := await channel.receive()) is not None and answer.kind != Kind.REFUSAL:
+        pass
+    assert answer is not None

@@ -294,18 +294,14 @@ def test_no_random_fault_strikes_while_every_trainer_is_in_one() -> None:
 @pytest.mark.parametrize(("admission", "is_scripted", "strikes"), [
     ("friends", False, True), ("open", False, False), ("open", True, True),
 ])
-def test_random_kills_spare_the_owner_of_an_open_campaign_who_may_be_the_only_elector(
+async def test_random_kills_spare_the_owner_of_an_open_campaign_who_may_be_the_only_elector(
     admission: Literal["friends", "open"], is_scripted: bool, strikes: bool
 ) -> None:
     scenario, killed = Scenario(peer_names(3), 6, admission=admission), list[str]()
     there = {name: SimpleNamespace(done=lambda: False) for name in (BOOTSTRAP, *scenario.peer_names)}
     swarm: Any = SimpleNamespace(nodes=there, tasks=there, peers=scenario.peer_names, kill=killed.append)
     injector = Injector(swarm, scenario, random.Random(0), Audit(2), lambda name: None, lambda peer, text: None)
-
-    async def main() -> None:
-        injector.strike(Fault("kill", 1, peers=(BOOTSTRAP,), is_scripted=is_scripted))
-
-    run_virtual(main())
+    injector.strike(Fault("kill", 1, peers=(BOOTSTRAP,), is_scripted=is_scripted))
     assert killed == [BOOTSTRAP] * strikes
 
 

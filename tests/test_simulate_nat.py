@@ -17,7 +17,7 @@ from spes_p2p.testing.memory_network import MemoryNetwork
 from spes_p2p.testing.memory_state import Frame
 from spes_p2p.testing.simulate import virtual
 from spes_p2p.testing.simulate.scenario import BOOTSTRAP, Scenario, load_scenario, peer_names
-from spes_p2p.testing.simulate.swarm import VirtualSwarm, campaign, simulate
+from spes_p2p.testing.simulate.swarm import VirtualSwarm, campaign
 from spes_p2p.testing.simulate.virtual import run_seed
 from spes_p2p.testing.simulate.wiring import connect, connect_bootstrap
 from spes_p2p.testing.virtual_loop import run_virtual
@@ -60,36 +60,32 @@ def test_a_swarm_behind_nats_on_lines_that_lose_packets_trains() -> None:
     assert run_seed(scenario, 0).log_sha256 == result.log_sha256
 
 
-def test_friends_that_were_slow_hand_on_records_nevertheless_and_those_behind_nats_do_not(
+async def test_friends_that_were_slow_hand_on_records_nevertheless_and_those_behind_nats_do_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(relay, "FANOUT", 2)
     monkeypatch.setattr(relay, "COPIES_BYTES", 0)
+    swarm, names = VirtualSwarm(campaign(total_steps=20000)), [f"{number:02d}" for number in range(24)]
+    hidden, parents = set(names[::2]), set[str]()
+    swarm.network.nats.relays = (swarm.bootstrap,)
+    for name in hidden:
+        swarm.network.nats.put_behind(name, "symmetric")
+    swarm.start_bootstrap()
+    for name in names:
+        swarm.start(name)
+    await swarm.until(lambda: all(node.log.last.participants >= {*names} for node in swarm.nodes.values()))
 
-    async def main() -> None:
-        swarm, names = VirtualSwarm(campaign(total_steps=20000)), [f"{number:02d}" for number in range(24)]
-        hidden, parents = set(names[::2]), set[str]()
-        swarm.network.nats.relays = (swarm.bootstrap,)
-        for name in hidden:
-            swarm.network.nats.put_behind(name, "symmetric")
-        swarm.start_bootstrap()
-        for name in names:
-            swarm.start(name)
-        await swarm.until(lambda: all(node.log.last.participants >= {*names} for node in swarm.nodes.values()))
+    def note(frame: Frame) -> Frame:
+        if frame.kind == Kind.PASSED:
+            parents.add(unpack(Passed, frame.body).parent)
+        return frame
 
-        def note(frame: Frame) -> Frame:
-            if frame.kind == Kind.PASSED:
-                parents.add(unpack(Passed, frame.body).parent)
-            return frame
-
-        for node in swarm.nodes.values():
-            node.relay._kept_to_themselves = dict.fromkeys(names[1::2], math.inf)
-        swarm.network.tap, round_number = note, swarm.nodes["01"].log.round
-        await swarm.until_round(round_number + 3)
-        assert parents
-        assert parents.isdisjoint(hidden)
-
-    simulate(main)
+    for node in swarm.nodes.values():
+        node.relay._kept_to_themselves = dict.fromkeys(names[1::2], math.inf)
+    swarm.network.tap, round_number = note, swarm.nodes["01"].log.round
+    await swarm.until_round(round_number + 3)
+    assert parents
+    assert parents.isdisjoint(hidden)
 
 
 def test_a_scenario_file_says_how_peers_are_connected(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from spes_p2p.rounds.base import load_base, pieces_of, write_base
 from spes_p2p.rounds.digest import PIECE_ELEMENTS, PIECES_PER_BATCH, piece_digest, piece_digests, root_digest
 from spes_p2p.storage.store import DirectoryStore
 from spes_p2p.storage.threads import in_threads, keep_loaded_objects, nice_executor, spans, threads_here
-from spes_p2p.testing.simulate.swarm import VirtualSwarm, campaign, simulate
+from spes_p2p.testing.simulate.swarm import VirtualSwarm, campaign
 
 THREADS = (1, 2, 5)
 
@@ -122,31 +122,27 @@ class Watched:
         self._patch.setattr(module, name, watched)
 
 
-def test_no_peer_touches_the_whole_state_on_its_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_no_peer_touches_the_whole_state_on_its_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     watched = Watched(monkeypatch)
-
-    async def main() -> None:
-        swarm = VirtualSwarm(campaign(80))
-        for name in "WABCD":
-            swarm.around[name] = watched.around
-        functions = (
-            (digest, "piece_digest"), (base_file, "piece_digest"), (next_base, "write_piece"), (bases, "piece_digests"),
-            (base_store, "load_base"), (base_store, "write_base"), (base_store, "write_checkpoint"), (bases, "_begin"),
-            (own_work, "take_checkpoint"), (first_base, "load_checkpoint"),
-        )
-        swarm.start_all()
-        for module, name in functions:
-            watched.watch(module, name)
-        await swarm.until_round(2)
-        swarm.restart("B")
-        swarm.start("D")
-        await swarm.until_round(4)
-        swarm.lose_disk("C")
-        await swarm.until_finished()
-        swarm.assert_replicas_agree()
-        assert watched.calls.keys() >= {name for _, name in functions} - {"piece_digests"}
-
-    simulate(main)
+    swarm = VirtualSwarm(campaign(80))
+    for name in "WABCD":
+        swarm.around[name] = watched.around
+    functions = (
+        (digest, "piece_digest"), (base_file, "piece_digest"), (next_base, "write_piece"), (bases, "piece_digests"),
+        (base_store, "load_base"), (base_store, "write_base"), (base_store, "write_checkpoint"), (bases, "_begin"),
+        (own_work, "take_checkpoint"), (first_base, "load_checkpoint"),
+    )
+    swarm.start_all()
+    for module, name in functions:
+        watched.watch(module, name)
+    await swarm.until_round(2)
+    swarm.restart("B")
+    swarm.start("D")
+    await swarm.until_round(4)
+    swarm.lose_disk("C")
+    await swarm.until_finished()
+    swarm.assert_replicas_agree()
+    assert watched.calls.keys() >= {name for _, name in functions} - {"piece_digests"}
 
 
 @pytest.mark.parametrize("keeps", [False, True])

@@ -25,7 +25,7 @@ from spes_p2p.net.unpacking import LARGE_BYTES
 from spes_p2p.peer import announcing
 from spes_p2p.testing.attacks.tamper import Liar, Tamper, changed, tampered
 from spes_p2p.testing.memory_state import Frame
-from spes_p2p.testing.simulate.swarm import VirtualSwarm, campaign, simulate
+from spes_p2p.testing.simulate.swarm import VirtualSwarm, campaign
 from spes_p2p.testing.simulated_identity import SimulatedIdentity
 
 BESIDE = {"run_in_executor", "run_blocking"}
@@ -52,16 +52,14 @@ def is_beside(frame: FrameType | None) -> bool:
     return frame is not None
 
 
-def test_long_announcements_are_read_beside_the_loop(read_on_the_loop: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_long_announcements_are_read_beside_the_loop(
+    read_on_the_loop: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """By the coordinator, and by everybody who gets its plan."""
     monkeypatch.setattr(announcing, "archived_rounds", lambda store: range(LARGE_BYTES))
-
-    async def main() -> None:
-        swarm = VirtualSwarm(campaign(total_steps=6000, evaluation={"every_rounds": 0}))
-        swarm.start_all("ABC")
-        await swarm.until_round(2)
-
-    simulate(main)
+    swarm = VirtualSwarm(campaign(total_steps=6000, evaluation={"every_rounds": 0}))
+    swarm.start_all("ABC")
+    await swarm.until_round(2)
     assert read_on_the_loop == []
 
 
@@ -88,33 +86,25 @@ class LongWinded(Tamper):
         return replace(report, staged=sign(replace(staged, harmful=harmful), self._identity))
 
 
-def test_long_promises_and_reports_are_read_beside_the_loop(read_on_the_loop: list[str]) -> None:
+async def test_long_promises_and_reports_are_read_beside_the_loop(read_on_the_loop: list[str]) -> None:
     told: list[str] = []
-
-    async def main() -> None:
-        swarm = VirtualSwarm(campaign(total_steps=6000, evaluation={"every_rounds": 0}))
-        swarm.around["A"] = lambda world: tampered(Liar(world, swarm.campaign.config, told.append), LongWinded(world))
-        swarm.start_all("ABC")
-        await swarm.until(lambda: min(map(swarm.round_of, "BC")) >= 2)
-
-    simulate(main)
+    swarm = VirtualSwarm(campaign(total_steps=6000, evaluation={"every_rounds": 0}))
+    swarm.around["A"] = lambda world: tampered(Liar(world, swarm.campaign.config, told.append), LongWinded(world))
+    swarm.start_all("ABC")
+    await swarm.until(lambda: min(map(swarm.round_of, "BC")) >= 2)
     assert {lie.split()[0] for lie in told} == {PREPARE, ROUND}
     assert read_on_the_loop == []
 
 
-def test_a_long_statement_of_a_peer_that_leaves_is_read_beside_the_loop(read_on_the_loop: list[str]) -> None:
+async def test_a_long_statement_of_a_peer_that_leaves_is_read_beside_the_loop(read_on_the_loop: list[str]) -> None:
     """It took almost a second with as many intervals as a frame holds."""
-
-    async def main() -> None:
-        swarm = VirtualSwarm(campaign(total_steps=6000))
-        swarm.start_all("ABC")
-        await swarm.until_round(1)
-        swarm.kill("C")
-        intervals = tuple(Interval(0, 10**6 + 2 * i, 10**6 + 2 * i + 1) for i in range(MAX_INTERVALS))
-        statement = sign(Leave(swarm.nodes["W"].log.last.id, intervals), SimulatedIdentity("C"))
-        endpoint = RpcEndpoint(swarm.network.transport("C"), 5.0)
-        await endpoint.ask("W", LEAVE, pack(statement), 5.0)
-        assert swarm.nodes["W"].departures.has_left("C")
-
-    simulate(main)
+    swarm = VirtualSwarm(campaign(total_steps=6000))
+    swarm.start_all("ABC")
+    await swarm.until_round(1)
+    swarm.kill("C")
+    intervals = tuple(Interval(0, 10**6 + 2 * i, 10**6 + 2 * i + 1) for i in range(MAX_INTERVALS))
+    statement = sign(Leave(swarm.nodes["W"].log.last.id, intervals), SimulatedIdentity("C"))
+    endpoint = RpcEndpoint(swarm.network.transport("C"), 5.0)
+    await endpoint.ask("W", LEAVE, pack(statement), 5.0)
+    assert swarm.nodes["W"].departures.has_left("C")
     assert read_on_the_loop == []

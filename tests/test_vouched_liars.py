@@ -24,7 +24,7 @@ from spes_p2p.rounds.parts import Part
 from spes_p2p.testing.attacks.kinds import ATTACKS
 from spes_p2p.testing.attacks.tamper import Liar, Tamper, changed, tampered
 from spes_p2p.testing.memory_state import Frame
-from spes_p2p.testing.simulate.swarm import VirtualSwarm, simulate
+from spes_p2p.testing.simulate.swarm import VirtualSwarm
 
 HONEST = "AB"
 
@@ -44,23 +44,21 @@ def reducing_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("way", ["silent", "absent"])
-def test_a_vouched_reducer_that_serves_nobody_keeps_no_part_from_the_base(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_vouched_reducer_that_serves_nobody_keeps_no_part_from_the_base(
+    way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It takes updates and reports. Before, all that it reduced was left out of each round, and nobody was named for it."""
-
-    async def main() -> None:
-        swarm = unaudited_swarm(HONEST + "X", "Y", seconds_per_step=2.0)
-        if way == "silent":
-            swarm.around["X"] = lambda world: ATTACKS["silent"].around(Liar(world, swarm.campaign.config))
-        else:
-            reducing_nothing(monkeypatch)
-        swarm.start_all(HONEST + "XY")
-        await swarm.until(lambda: min(map(swarm.round_of, HONEST)) >= 8)
-        commits = [each.commit for each in swarm.nodes["A"].log.since(0)]
-        assert [commit.dropped for commit in commits] == [()] * len(commits)
-        lost = [{commit.members[i] for named in commit.lost for i in named} for commit in commits]
-        assert [names for names in lost if names] == [{"X"}] * 2, "it reduces nothing for three rounds"
-
-    simulate(main)
+    swarm = unaudited_swarm(HONEST + "X", "Y", seconds_per_step=2.0)
+    if way == "silent":
+        swarm.around["X"] = lambda world: ATTACKS["silent"].around(Liar(world, swarm.campaign.config))
+    else:
+        reducing_nothing(monkeypatch)
+    swarm.start_all(HONEST + "XY")
+    await swarm.until(lambda: min(map(swarm.round_of, HONEST)) >= 8)
+    commits = [each.commit for each in swarm.nodes["A"].log.since(0)]
+    assert [commit.dropped for commit in commits] == [()] * len(commits)
+    lost = [{commit.members[i] for named in commit.lost for i in named} for commit in commits]
+    assert [names for names in lost if names] == [{"X"}] * 2, "it reduces nothing for three rounds"
 
 
 class Endless(Tamper):
@@ -108,21 +106,17 @@ class Endless(Tamper):
 
 
 @pytest.mark.long
-def test_a_vouched_peer_whose_log_has_no_end_stops_no_rounds() -> None:
+async def test_a_vouched_peer_whose_log_has_no_end_stops_no_rounds() -> None:
     """Before, there was no round for as long as it went on."""
-
-    async def main() -> None:
-        swarm = unaudited_swarm("ABCX", "Y", seconds_per_step=2.0)
-        endless = Endless(swarm)
-        swarm.around["X"] = lambda world: tampered(Liar(world, swarm.campaign.config), endless)
-        swarm.start_all("ABCXY")
-        await swarm.until_round(3)
-        endless.has_begun = True
-        clock, began, longest = asyncio.get_running_loop().time, 0.0, 0.0
-        for number in range(4, 14):
-            began = clock()
-            await swarm.until(lambda number=number: swarm.round_of("A") >= number)  # type: ignore[misc]
-            longest = max(longest, clock() - began)
-        assert longest < 120.0
-
-    simulate(main)
+    swarm = unaudited_swarm("ABCX", "Y", seconds_per_step=2.0)
+    endless = Endless(swarm)
+    swarm.around["X"] = lambda world: tampered(Liar(world, swarm.campaign.config), endless)
+    swarm.start_all("ABCXY")
+    await swarm.until_round(3)
+    endless.has_begun = True
+    clock, began, longest = asyncio.get_running_loop().time, 0.0, 0.0
+    for number in range(4, 14):
+        began = clock()
+        await swarm.until(lambda number=number: swarm.round_of("A") >= number)  # type: ignore[misc]
+        longest = max(longest, clock() - began)
+    assert longest < 120.0
