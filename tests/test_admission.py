@@ -63,7 +63,7 @@ ELECTOR: tuple[Role, ...] = ("trainer", "elector")
     ("A", None, True, "by invitation only"),
     ("H", None, False, "by invitation only"),
     ("B", invitation("A"), True, "the invitation is for A"),
-    ("A", invitation(expires=1000), True, "expired at 1970-01-01 00:16 UTC"),
+    ("A", invitation(expires=1000), True, "expired at 1970-01-01 00:16 UTC, by a clock that says 1970-01-01 00:16 UTC"),
     ("A", invitation(campaign_hash="0" * 64), True, "to another campaign"),
     ("A", invitation(signer="B"), True, "did not sign"),
     ("A", replace(invitation("A"), roles=ELECTOR), True, "did not sign"),

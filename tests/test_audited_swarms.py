@@ -629,6 +629,39 @@ def test_a_stranger_that_invents_pending_work_in_its_experts_is_convicted(monkey
     simulate(main)
 
 
+@pytest.mark.parametrize("leaves", [True, False], ids=["paused", "killed"])
+def test_an_honest_stranger_that_stops_and_goes_on_within_each_phase_passes(leaves: bool) -> None:
+    """It shows what it kept before the phase, also of the one before, which is drawn already."""
+
+    async def main() -> None:
+        swarm = audited_swarm("X", vouched="AB")
+        swarm._seconds_per_step, swarm._checkpoint_every_s = 10.0, 8.0
+        swarm.start_all("AB")
+        swarm.start("X", speed=2.0)
+        continued = 0
+        for number in range(6):
+            await swarm.until_round(number)
+            await asyncio.sleep(25.0)
+            if leaves:
+                swarm.peers["X"].leave()
+                await swarm.tasks["X"]
+                swarm.start_again("X")
+            else:
+                swarm.restart("X")
+            await swarm.until(lambda: swarm.peers["X"].replica.has_base)
+            await asyncio.sleep(5.0)
+            continued += swarm.phases["X"][max(swarm.phases["X"])].done > 0
+        await swarm.until_round(8)
+        made = audits(swarm, "X")
+        assert continued == 6
+        assert len(made) > 1
+        assert {each.passed for each in made} == {True}
+        assert not convictions(swarm)
+        swarm.assert_same_commits()
+
+    simulate(main)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["free-ride", "copy"])
 def test_with_a_real_model_and_peers_of_different_speed_only_the_attacker_fails(kind: AttackKind) -> None:

@@ -85,7 +85,7 @@ def _problem(
     if invitation.peer not in ("", peer):
         return f"the invitation is for {invitation.peer}"
     if now_s >= invitation.expires:
-        return f"the invitation expired at {utc(invitation.expires)}"
+        return f"the invitation expired at {utc(invitation.expires)}, by a clock that says {utc(now_s)}"
     role = "trainer" if trains else "helper"
     if role not in invitation.roles:
         return f"the invitation is not for a {role}, but for: {', '.join(invitation.roles) or 'nothing'}"

@@ -251,8 +251,8 @@ class Coordination:
 
     async def _make_plan(self, ballot: Ballot, control: Control | None) -> Plan:
         node, announced, left = self._node, self._members.announced, self._context.gone()
-        accused = node.decisions.validity.proofs.accused(self.parent)
-        excluded = {*self.parent.excluded, *(each.peer for each in accused)}
+        proofs = node.decisions.validity.proofs
+        accused, excluded = proofs.accused(self.parent), {*self.parent.excluded, *proofs.proven()}  # even if no commit has room
         there = {
             peer: announced[peer] for peer in self._members.alive
             if peer not in left and peer not in excluded and not is_banned(control, peer)

@@ -195,6 +195,7 @@ class Peer:
             return
         if self._make_trainer is not None:
             await begin_training(self.replica, self._make_trainer, restored)
+            await self.phases.moments.load()
         base = self.replica.base
         if self.node.log.has(base.commit, base.round):  # otherwise its branch was given up: another base follows
             self._reporter.restored("disk" if restored else "download")

@@ -147,6 +147,8 @@ class PhaseRunner:
                 self.lock.release()
                 await self.lock.acquire()  # the lock is fair: whoever waits goes first
             else:
+                if self.moments.are_wanted:
+                    await run(self.moments.save, phase.round)
                 await replica.save()
 
     def give_up_rest(self, before: Base) -> None:

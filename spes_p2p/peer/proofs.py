@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from spes_p2p.consensus.commit_log import CommitLog
-from spes_p2p.consensus.control import pardoned_until
+from spes_p2p.consensus.control import owner_of, pardoned_until
 from spes_p2p.content.fetcher import Fetcher
 from spes_p2p.content.pieces import Body, Content, Piece, from_hex, single
 from spes_p2p.content.transfer import ContentServer
@@ -94,12 +94,15 @@ class Proofs:
         """Return an encoded update of a proof that holds, by `update_piece`."""
         return next((each.bodies[piece] for each in self._held.values() if each.plan == plan and piece in each.bodies), None)
 
+    def proven(self) -> dict[str, str]:
+        """Return the peers of which there is a proof about the last rounds, but for the owner, with the proof's id."""
+        held = (each for each in self._held.values() if self._is_recent(each.proof) and self._counts(each))
+        return {each.peer: each.proof.id for each in held if each.peer != owner_of(self._log.genesis)}
+
     def accused(self, commit: Commit) -> tuple[Accused, ...]:
         """Return whom the proposal after this commit excludes: as many as it may."""
-        held = (each for each in self._held.values() if self._is_recent(each.proof) and self._counts(each))
-        proofs = {each.peer: each.proof.id for each in held}
         accused: list[Accused] = []
-        for peer, proof in sorted(proofs.items()):
+        for peer, proof in sorted(self.proven().items()):
             if may_exclude(commit, [*(each.peer for each in accused), peer]):
                 accused.append(Accused(peer, proof))
         return tuple(accused)

@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]*(/[A-Za-z0-9_-][A-Za-z0-9_.-]*)*")
 _HEADER = struct.Struct("<II")
-KEPT_SPARES = {"update": 1, "download": 0, "archived": 0, "temporary": 0}
+KEPT_SPARES = {"update": 1, "download": 0, "archived": 0, "moments": 0, "temporary": 0}
 """Bounds the spare files and mappings, by kind: one update is written at a time; the others are not written every round."""
 KEPT_SPARES_OF_OTHERS = 2
 """The same for all other kinds: the previous base is still served, so the next one overwrites its predecessor's file."""
