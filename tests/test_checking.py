@@ -145,26 +145,22 @@ async def test_a_proposal_accuses_no_more_reducers_than_a_commit_may_exclude(mon
     assert proofs.accused(replace(commit, excluded=("A", "X"))) == ()
 
 
-def test_a_reducer_that_no_commit_has_room_to_exclude_is_left_out_while_its_proof_is_recent(
+async def test_a_reducer_that_no_commit_has_room_to_exclude_is_left_out_while_its_proof_is_recent(
     monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("spes_p2p.rounds.proposal.MAX_BANNED", 0)
-
-    async def main() -> None:
-        swarm = VirtualSwarm(campaign(total_steps=500, codec="int8"))
-        lied = lying("B", scale, monkeypatch)
-        swarm.start_all("ACD")
-        swarm.start("B", bandwidth=4.0)  # it reduces
-        log = swarm.nodes["W"].log
-        await swarm.until(lambda: bool(lied))
-        await swarm.until_round(first := lied[0] + 18)
-        members = [log.commit_at(number).members for number in range(lied[0] + 1, first)]
-        assert 9 <= sum("B" not in each for each in members) < len(members)
-        assert len(set(lied)) <= 8
-        assert not log.last.excluded
-        swarm.assert_same_commits()
-
-    simulate(main)
+    swarm = VirtualSwarm(campaign(total_steps=500, codec="int8"))
+    lied = lying("B", scale, monkeypatch)
+    swarm.start_all("ACD")
+    swarm.start("B", bandwidth=4.0)  # it reduces
+    log = swarm.nodes["W"].log
+    await swarm.until(lambda: bool(lied))
+    await swarm.until_round(first := lied[0] + 18)
+    members = [log.commit_at(number).members for number in range(lied[0] + 1, first)]
+    assert 9 <= sum("B" not in each for each in members) < len(members)
+    assert len(set(lied)) <= 8
+    assert not log.last.excluded
+    swarm.assert_same_commits()
 
 
 @pytest.mark.long

@@ -32,7 +32,6 @@ from spes_p2p.rounds.results import ABSENT
 from spes_p2p.rounds.revisions import moved_parts
 from spes_p2p.testing.simulate.swarm import EXPERTS, NUM_SAMPLES, campaign
 from spes_p2p.testing.simulated_identity import SimulatedIdentity
-from spes_p2p.testing.virtual_loop import run_virtual
 
 RULES = Rules(OPEN.config, OPEN.hash, NUM_SAMPLES)
 AUDITED = [replace(RECENT[0], vouched=(0,))]
@@ -80,39 +79,31 @@ def test_an_expert_that_only_newcomers_trained_keeps_its_values(members: tuple[M
         assert part.group.expert is None or {members[i].standing for i in part.contributors} != {"newcomer"}
 
 
-def test_an_expert_keeps_its_values_where_its_vouched_owner_s_update_does_not_come_and_a_newcomer_s_does() -> None:
+async def test_an_expert_keeps_its_values_where_its_vouched_owner_s_update_does_not_come_and_a_newcomer_s_does() -> None:
     routed = {"A": (5,) * EXPERTS, "B": (0, *[5] * (EXPERTS - 1)), "C": (0, *[5] * (EXPERTS - 1))}
     newcomer = Member("X", 5, (5,) * EXPERTS, 0.0, True, "newcomer")
     plan = make_plan_of([*(Member(name, 5, each, 1.0) for name, each in routed.items()), newcomer])
-
-    async def main() -> None:
-        played = await Round.open(plan, random_updates(plan))
-        await played.run("BCX")
-        commit, results = played.commit("BC"), played.collected()
-        absent = {part.group.expert for part in results.parts if results.digest_of(part) == ABSENT}
-        assert absent == {0}
-        assert not commit.dropped, "which would let others claim a phase once more"
-        assert 3 in commit.heard, "its shared weights count"
-
-    run_virtual(main())
+    played = await Round.open(plan, random_updates(plan))
+    await played.run("BCX")
+    commit, results = played.commit("BC"), played.collected()
+    absent = {part.group.expert for part in results.parts if results.digest_of(part) == ABSENT}
+    assert absent == {0}
+    assert not commit.dropped, "which would let others claim a phase once more"
+    assert 3 in commit.heard, "its shared weights count"
 
 
-def test_a_part_that_only_strangers_hold_beside_its_reducer_is_not_in_the_base_and_moves_when_that_is_lost() -> None:
+async def test_a_part_that_only_strangers_hold_beside_its_reducer_is_not_in_the_base_and_moves_when_that_is_lost() -> None:
     strangers = [Member(name, 5, (5,) * EXPERTS, 0.0, True, "newcomer") for name in "XY"]
     plan = make_plan_of([*(Member(name, 5, (5,) * EXPERTS, 1.0) for name in "AB"), *strangers])
-
-    async def main() -> None:
-        played = await Round.open(plan, random_updates(plan))
-        await played.run()
-        with pytest.raises(Refused, match="too few"):
-            played.commit("AXY")
-        assert not played.commit("AB").dropped
-        results, staged = played.collected(), played.staged()
-        others = {part.index for part in results.parts if part.reducer != 0}
-        staged[1] = replace(staged[1], parts=to_mask(others, len(results.parts)))
-        assert lost_reducers(results, staged, {1, 2, 3}, all_reported=True) == (0,)
-
-    run_virtual(main())
+    played = await Round.open(plan, random_updates(plan))
+    await played.run()
+    with pytest.raises(Refused, match="too few"):
+        played.commit("AXY")
+    assert not played.commit("AB").dropped
+    results, staged = played.collected(), played.staged()
+    others = {part.index for part in results.parts if part.reducer != 0}
+    staged[1] = replace(staged[1], parts=to_mask(others, len(results.parts)))
+    assert lost_reducers(results, staged, {1, 2, 3}, all_reported=True) == (0,)
 
 
 # Plans ------------------------------------------------------------------------------------------------------------------

@@ -78,24 +78,20 @@ def have_cells(swarm: VirtualSwarm, hub: str | None = None) -> bool:
 
 @pytest.mark.usefixtures("_short_probation")
 @pytest.mark.long
-def test_a_swarm_with_strangers_in_cells_trains_and_its_hubs_pass_checks() -> None:
-    async def main() -> None:
-        # Reducers can wait for strangers in each round: what their updates take by way of hubs is less than 3 % of it.
-        swarm = unaudited_swarm("AB", STRANGERS, seconds_per_step=2.0)
-        swarm.start_all("AB" + STRANGERS)
-        await swarm.until(lambda: have_cells(swarm))
-        log = swarm.nodes["W"].log
-        began = log.round
-        await swarm.until_round(began + 8)
-        swarm.assert_replicas_agree()
-        assert not log.last.excluded
-        commits = [decided.commit for decided in log.since(began + 1)]
-        assert all(set(commit.heard) == set(range(len(commit.members))) - {commit.members.index("W")} for commit in commits)
-        checks = [event for recorder in swarm.recorders.values() for event in recorder.of(ResultsChecked)]
-        assert sum(each.results for each in checks if each.round > began) > 8
-        assert not [each for each in checks if each.wrong or each.unanswered]
-
-    simulate(main)
+async def test_a_swarm_with_strangers_in_cells_trains_and_its_hubs_pass_checks() -> None:
+    swarm = unaudited_swarm("AB", STRANGERS, seconds_per_step=2.0)
+    swarm.start_all("AB" + STRANGERS)
+    await swarm.until(lambda: have_cells(swarm))
+    log = swarm.nodes["W"].log
+    began = log.round
+    await swarm.until_round(began + 8)
+    swarm.assert_replicas_agree()
+    assert not log.last.excluded
+    commits = [decided.commit for decided in log.since(began + 1)]
+    assert all(set(commit.heard) == set(range(len(commit.members))) - {commit.members.index("W")} for commit in commits)
+    checks = [event for recorder in swarm.recorders.values() for event in recorder.of(ResultsChecked)]
+    assert sum(each.results for each in checks if each.round > began) > 8
+    assert not [each for each in checks if each.wrong or each.unanswered]
 
 
 @pytest.mark.usefixtures("_short_probation")
@@ -135,34 +131,30 @@ def test_a_hub_that_shows_no_inputs_is_no_hub_for_a_while_and_its_checker_goes_o
 
 @pytest.mark.usefixtures("_short_probation")
 @pytest.mark.long
-def test_audits_see_what_strangers_push_to_hubs_and_what_hubs_push() -> None:
+async def test_audits_see_what_strangers_push_to_hubs_and_what_hubs_push() -> None:
     """Of honest ones, and of one that trains no more once it is past probation."""
+    swarm, trains = audited_swarm(STRANGERS, vouched="AB"), [True]
 
-    async def main() -> None:
-        swarm, trains = audited_swarm(STRANGERS, vouched="AB"), [True]
+    def lying_later(world: World) -> World:
+        lying = attacking(swarm, "free-ride")(world)
 
-        def lying_later(world: World) -> World:
-            lying = attacking(swarm, "free-ride")(world)
+        async def run_blocking(function: Callable[..., Any], *args: Any) -> Any:
+            return await (world if trains[0] else lying).run_blocking(function, *args)
 
-            async def run_blocking(function: Callable[..., Any], *args: Any) -> Any:
-                return await (world if trains[0] else lying).run_blocking(function, *args)
+        return replace(world, run_blocking=run_blocking)
 
-            return replace(world, run_blocking=run_blocking)
-
-        swarm.around["N"] = lying_later
-        swarm.start_all("AB" + STRANGERS)
-        log = swarm.nodes["W"].log
-        await swarm.until(lambda: have_cells(swarm))
-        began = log.round
-        await swarm.until_round(began + 15)
-        made = [audit for name in STRANGERS for audit in audits(swarm, name)]
-        assert len([each for each in made if each.round > began]) > 10
-        assert all(each.passed for each in made)
-        trains[0] = False
-        await swarm.until(lambda: not all(each.passed for each in audits(swarm, "N")))
-        assert all(each.passed for name in STRANGERS[1:] for each in audits(swarm, name))
-
-    simulate(main)
+    swarm.around["N"] = lying_later
+    swarm.start_all("AB" + STRANGERS)
+    log = swarm.nodes["W"].log
+    await swarm.until(lambda: have_cells(swarm))
+    began = log.round
+    await swarm.until_round(began + 15)
+    made = [audit for name in STRANGERS for audit in audits(swarm, name)]
+    assert len([each for each in made if each.round > began]) > 10
+    assert all(each.passed for each in made)
+    trains[0] = False
+    await swarm.until(lambda: not all(each.passed for each in audits(swarm, "N")))
+    assert all(each.passed for name in STRANGERS[1:] for each in audits(swarm, name))
 
 
 def owned_by(owners: Callable[[Callable[[int, str], list[int]]], list[int]], newcomers: int = 8) -> tuple[Member, ...]:
@@ -207,24 +199,21 @@ def test_newcomers_of_one_cell_are_bounded_as_newcomers() -> None:
     assert mean @ step > -1e-3 * (step @ step)
 
 
-def test_a_cells_mean_that_is_the_result_alone_can_be_checked() -> None:
-    async def main() -> None:
-        plan = make_plan_of(owned_by(lambda of: of(0, "proven")[:3]))
-        played = await Round.open(plan, random_updates(plan), "int4", clips=True)
-        await played.run()
-        part = next(each for each in played.empty().parts if each.group.expert == 3)
-        reducer = played.exchanges[plan.members[part.reducer].peer]
-        assert part.inputs == part.summing
-        kept = reducer.inputs.of_part[part.index]
-        inputs = Inputs(tuple(each.signed for each in kept.values() if each.signed is not None))
-        found = read_inputs(inputs, part, reducer.results, SimulatedIdentity("0000"))
-        bodies = {i: (each.update.tokens, each.body) for i, each in kept.items()}
-        result, behind = reducer.results.encoded[part.index], behind_means(found)
-        assert not is_wrong(part, plan.members, bodies, result, True, behind)
-        other = part.codec.encode(part.codec.decode(result, part.size) * np.float32(1.5))
-        assert is_wrong(part, plan.members, bodies, other, True, behind)
-
-    simulate(main)
+async def test_a_cells_mean_that_is_the_result_alone_can_be_checked() -> None:
+    plan = make_plan_of(owned_by(lambda of: of(0, "proven")[:3]))
+    played = await Round.open(plan, random_updates(plan), "int4", clips=True)
+    await played.run()
+    part = next(each for each in played.empty().parts if each.group.expert == 3)
+    reducer = played.exchanges[plan.members[part.reducer].peer]
+    assert part.inputs == part.summing
+    kept = reducer.inputs.of_part[part.index]
+    inputs = Inputs(tuple(each.signed for each in kept.values() if each.signed is not None))
+    found = read_inputs(inputs, part, reducer.results, SimulatedIdentity("0000"))
+    bodies = {i: (each.update.tokens, each.body) for i, each in kept.items()}
+    result, behind = reducer.results.encoded[part.index], behind_means(found)
+    assert not is_wrong(part, plan.members, bodies, result, True, behind)
+    other = part.codec.encode(part.codec.decode(result, part.size) * np.float32(1.5))
+    assert is_wrong(part, plan.members, bodies, other, True, behind)
 
 
 @pytest.mark.usefixtures("_short_probation")
@@ -256,29 +245,26 @@ def test_a_stranger_that_gives_its_work_to_itself_alone_and_shows_it_to_nobody_f
     simulate(main)
 
 
-def test_a_lost_hub_costs_its_cells_work_on_its_column_and_no_result() -> None:
-    async def main() -> None:
-        plan = open_plan()
-        played = await Round.open(plan, random_updates(plan), "int4")
-        parts = played.empty().parts
-        lost = next(part.summing[0] for part in parts if part.summing)
-        name = plan.members[lost].peer
-        others = [m.peer for m in plan.members if m.peer != name]
-        played.network.hook = lambda peer, method, index: (
-            played.network.kill(name) if (peer, method, index) == (name, "push", 1) else None
-        )
-        running = played.run(others)
-        dying = played.network.run_peer(name, played.exchanges[name].run())
-        await running
-        assert dying.done()
-        for part in parts:
-            without = set(part.in_cell(lost)) if lost in part.summing else {lost}
-            for peer in others:
-                results = played.exchanges[peer].results
-                assert results.verified(part)
-                assert set(results.contributors(part)) >= set(part.contributors) - without - {lost}
-
-    simulate(main)
+async def test_a_lost_hub_costs_its_cells_work_on_its_column_and_no_result() -> None:
+    plan = open_plan()
+    played = await Round.open(plan, random_updates(plan), "int4")
+    parts = played.empty().parts
+    lost = next(part.summing[0] for part in parts if part.summing)
+    name = plan.members[lost].peer
+    others = [m.peer for m in plan.members if m.peer != name]
+    played.network.hook = lambda peer, method, index: (
+        played.network.kill(name) if (peer, method, index) == (name, "push", 1) else None
+    )
+    running = played.run(others)
+    dying = played.network.run_peer(name, played.exchanges[name].run())
+    await running
+    assert dying.done()
+    for part in parts:
+        without = set(part.in_cell(lost)) if lost in part.summing else {lost}
+        for peer in others:
+            results = played.exchanges[peer].results
+            assert results.verified(part)
+            assert set(results.contributors(part)) >= set(part.contributors) - without - {lost}
 
 
 @pytest.mark.parametrize("columns", [1, 2])
@@ -322,36 +308,32 @@ def test_a_hub_puts_no_member_of_its_cell_on_probation(fault: str, columns: int,
 
 
 @pytest.mark.long
-def test_small_steps_add_up_also_where_lots_draw_other_hubs_each_round() -> None:
+async def test_small_steps_add_up_also_where_lots_draw_other_hubs_each_round() -> None:
     """Steps far below what `int4` rounds to: each hub keeps what it dropped until it makes a mean of the part again."""
     rounds, small = 48, 0.03
-
-    async def main() -> None:
-        rng, members, total = np.random.default_rng(0), open_members(3, 48, experts=0), np.zeros(LAYOUT.size)
-        members = tuple(replace(m, tokens=10, routed=(0,) * 4) for m in members)
-        step = np.full(LAYOUT.size, small, np.float32)
-        step[::128] = 1.0
-        groups = [group for group in LAYOUT.groups if group.expert is None]
-        pending = {m.peer: {group.name: np.zeros(group.size, np.float32) for group in groups} for m in members}
-        kept = {m.peer: ReducerResiduals(memory_scratch) for m in members}
-        for _ in range(rounds):
-            plan = make_plan_of(replace(m, lot=rng.bytes(8)) for m in members)
-            for its in pending.values():
-                for group in groups:
-                    noise = rng.standard_normal(group.size).astype(np.float32) * np.float32(0.02)
-                    its[group.name] += step[group.start : group.stop] + noise * (step[group.start : group.stop] < 1)
-            played = await Round.open(plan, pending, "int4", residuals={peer: each.by_key for peer, each in kept.items()})
-            await played.run()
-            total += played.new_base("0000", played.commit(), np.zeros(LAYOUT.size, np.float32))
-            for peer, exchange in played.exchanges.items():
-                kept[peer].settle([exchange], exchange.results, {part.index for part in exchange.results.parts})
-                for part, sent in exchange.sent.values():
-                    here = slice(part.start - part.group.start, part.stop - part.group.start)
-                    pending[peer][part.group.name][here] -= taken(exchange.results, part, sent)
-        moved = total[groups[0].start : groups[0].stop]
-        assert moved[step[groups[0].start : groups[0].stop] < 1].mean() > 0.9 * rounds * small
-
-    simulate(main)
+    rng, members, total = np.random.default_rng(0), open_members(3, 48, experts=0), np.zeros(LAYOUT.size)
+    members = tuple(replace(m, tokens=10, routed=(0,) * 4) for m in members)
+    step = np.full(LAYOUT.size, small, np.float32)
+    step[::128] = 1.0
+    groups = [group for group in LAYOUT.groups if group.expert is None]
+    pending = {m.peer: {group.name: np.zeros(group.size, np.float32) for group in groups} for m in members}
+    kept = {m.peer: ReducerResiduals(memory_scratch) for m in members}
+    for _ in range(rounds):
+        plan = make_plan_of(replace(m, lot=rng.bytes(8)) for m in members)
+        for its in pending.values():
+            for group in groups:
+                noise = rng.standard_normal(group.size).astype(np.float32) * np.float32(0.02)
+                its[group.name] += step[group.start : group.stop] + noise * (step[group.start : group.stop] < 1)
+        played = await Round.open(plan, pending, "int4", residuals={peer: each.by_key for peer, each in kept.items()})
+        await played.run()
+        total += played.new_base("0000", played.commit(), np.zeros(LAYOUT.size, np.float32))
+        for peer, exchange in played.exchanges.items():
+            kept[peer].settle([exchange], exchange.results, {part.index for part in exchange.results.parts})
+            for part, sent in exchange.sent.values():
+                here = slice(part.start - part.group.start, part.stop - part.group.start)
+                pending[peer][part.group.name][here] -= taken(exchange.results, part, sent)
+    moved = total[groups[0].start : groups[0].stop]
+    assert moved[step[groups[0].start : groups[0].stop] < 1].mean() > 0.9 * rounds * small
 
 
 @pytest.mark.parametrize("loses_a_hub", [False, True])
@@ -451,29 +433,25 @@ def test_one_that_stalls_in_each_cell_keeps_out_its_own_work_only() -> None:
     simulate(main)
 
 
-def test_what_a_hub_hands_on_empty_comes_from_the_reducer() -> None:
+async def test_what_a_hub_hands_on_empty_comes_from_the_reducer() -> None:
     plan = make_plan_of(open_members(3, 60, newcomers=16))
+    played = await Round.open(plan, random_updates(plan), "int4")
+    parts = played.empty().parts
+    liar = next(part.summing[0] for part in parts if part.summing)
+    serving = played.exchanges[plan.members[liar].peer]._serving
 
-    async def main() -> None:
-        played = await Round.open(plan, random_updates(plan), "int4")
-        parts = played.empty().parts
-        liar = next(part.summing[0] for part in parts if part.summing)
-        serving = played.exchanges[plan.members[liar].peer]._serving
+    async def hand_on_nothing(stream: Stream) -> None:
+        request, puller = unpack(PullRequest, await stream.message()), plan.index(stream.remote)
+        assert puller is not None
+        its = [part for part in serving._of(puller, request.parts) if pulls(part, puller)]
+        for part in its[request.lane :: request.lanes]:
+            await stream.send(numbered(part.index), b"", kind=Kind.PART)
+        await stream.send(kind=Kind.END)
 
-        async def hand_on_nothing(stream: Stream) -> None:
-            request, puller = unpack(PullRequest, await stream.message()), plan.index(stream.remote)
-            assert puller is not None
-            its = [part for part in serving._of(puller, request.parts) if pulls(part, puller)]
-            for part in its[request.lane :: request.lanes]:
-                await stream.send(numbered(part.index), b"", kind=Kind.PART)
-            await stream.send(kind=Kind.END)
-
-        await played.endpoints[plan.members[liar].peer].serve(PULL, hand_on_nothing)
-        await played.run()
-        for exchange in played.exchanges.values():
-            assert all(exchange.results.verified(part) for part in parts)
-
-    simulate(main)
+    await played.endpoints[plan.members[liar].peer].serve(PULL, hand_on_nothing)
+    await played.run()
+    for exchange in played.exchanges.values():
+        assert all(exchange.results.verified(part) for part in parts)
 
 
 def test_a_tiny_update_of_one_of_two_past_probation_takes_no_others_work_in_its_cell() -> None:
@@ -497,17 +475,14 @@ def test_newcomers_that_blame_hubs_demote_nobody_beside_a_vouched_member() -> No
     assert disputed([commit], told, "open") == blamed
 
 
-def test_a_stranger_whose_shared_weights_only_itself_has_as_a_hub_withholds_them() -> None:
-    async def main() -> None:
-        plan = make_plan_of(open_members(3, 60))
-        played = await Round.open(plan, random_updates(plan), "int4", layout=WIDE_OF_4, part_bytes=2**10)
-        parts = [part for part in played.empty().parts if part.group.kind == "shared"]
-        hub = next(part.summing[0] for part in parts)
-        givers = {part.index: set(part.contributors) - ({hub} if part.hub_of(hub) != hub else set()) for part in parts}
-        assert _lacks(parts, givers, hub)
-        assert not any(_lacks(parts, givers, i) for i in range(63) if i != hub)
-        one = next(part.hub_of(hub) for part in parts if part.hub_of(hub) != hub)
-        lost = {part.index: set(part.contributors) - ({hub} if part.hub_of(hub) == one else set()) for part in parts}
-        assert not _lacks(parts, lost, hub)
-
-    simulate(main)
+async def test_a_stranger_whose_shared_weights_only_itself_has_as_a_hub_withholds_them() -> None:
+    plan = make_plan_of(open_members(3, 60))
+    played = await Round.open(plan, random_updates(plan), "int4", layout=WIDE_OF_4, part_bytes=2**10)
+    parts = [part for part in played.empty().parts if part.group.kind == "shared"]
+    hub = next(part.summing[0] for part in parts)
+    givers = {part.index: set(part.contributors) - ({hub} if part.hub_of(hub) != hub else set()) for part in parts}
+    assert _lacks(parts, givers, hub)
+    assert not any(_lacks(parts, givers, i) for i in range(63) if i != hub)
+    one = next(part.hub_of(hub) for part in parts if part.hub_of(hub) != hub)
+    lost = {part.index: set(part.contributors) - ({hub} if part.hub_of(hub) == one else set()) for part in parts}
+    assert not _lacks(parts, lost, hub)
