@@ -17,7 +17,7 @@ from spes_p2p.consensus.output import VOTES
 from spes_p2p.consensus.signed import read_signed, sign
 from spes_p2p.errors import Refused
 from spes_p2p.messages.codec import pack
-from spes_p2p.messages.consensus import CertifiedCommit
+from spes_p2p.messages.consensus import CertifiedCommit, Commit
 from spes_p2p.messages.framing import Kind
 from spes_p2p.messages.methods import ROUND
 from spes_p2p.messages.rounds import Announcement
@@ -339,6 +339,25 @@ async def test_who_crashed_between_push_and_commit_does_not_send_the_same_work_a
     assert not pending.any()
     await swarm.until_finished()
     swarm.assert_replicas_agree()
+
+
+async def test_an_elector_that_is_asked_for_a_vote_after_the_commit_does_not_warn(caplog: pytest.LogCaptureFixture) -> None:
+    swarm = VirtualSwarm(campaign(total_steps=500))
+    swarm.start_all()
+    await swarm.until_round(2)
+    elector = next(name for name in "ABC" if name != next_coordinator(swarm))
+    log, validity = swarm.nodes[elector].log, swarm.nodes[elector].decisions.validity
+    require, late = validity.require, list[int]()
+
+    async def require_late(commit: Commit, evidence: bytes, peer: str) -> None:
+        await swarm.until(lambda: log.round >= commit.round)
+        late.append(commit.round)
+        await require(commit, evidence, peer)
+
+    validity.require = require_late  # type: ignore[method-assign]
+    await swarm.until_round(5)
+    assert 3 in late
+    assert not [record for record in caplog.records if "no vote" in record.message]
 
 
 @pytest.mark.parametrize("delay_s", [0.0, 4.0, 10.2, 10.4, 10.6, 10.8])

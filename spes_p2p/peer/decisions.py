@@ -288,7 +288,8 @@ class Decisions:
         try:
             await self.validity.require(request.commit, request.evidence, stream.remote)
         except Refused as refused:
-            logger.warning("round %d: no vote for what %s proposes: %s", self.log.round + 1, stream.remote, refused)
+            if request.commit.round > self.log.round:  # otherwise it was decided meanwhile
+                logger.warning("round %d: no vote for what %s proposes: %s", self.log.round + 1, stream.remote, refused)
             raise
         request = replace(request, evidence=self.validity.evidence_of(request.commit))
         attachments = self.validity.attachments(request.commit)
