@@ -160,6 +160,12 @@ def test_a_member_that_keeps_a_record_to_itself_has_its_children_ask_the_coordin
     assert sent < (1 + FANOUT_LARGE) * len(large.body) + 150 * 90
 
 
+def test_the_children_of_a_member_that_falls_silent_within_a_long_record_get_it_from_the_coordinator() -> None:
+    long = Message(random.Random(0).randbytes(2 * PIECES_PER_REQUEST * PIECE_BYTES), Kind.PROPOSAL)
+    got, _ = run_virtual(spread(15, set(), {0}, long, lie_after_s=1000.0, lie_from=3))
+    assert [*got.values()] == [long] * 15
+
+
 def test_nobody_passes_on_to_more_than_a_few() -> None:
     members = members_of(300)
     relay = relay_of(MemoryNetwork(), "C")

@@ -184,14 +184,15 @@ class Relay:
                 self._changed.set()
 
         def piece(index: int) -> Piece:
-            known = index <= len(found)  # nobody gives a later one before
+            known = index <= len(found)  # only a liar gives a later one before
             digest = (found[index - 1][:DIGEST_BYTES] if index else passed.sha256) if known else b""
             return Piece(digest, DIGEST_BYTES + PIECE_BYTES)
 
         silences = STRANGERS_SILENCES if self.is_stranger(passed.parent) else 1.0
         patience_s = silences * (1 + TIER_SILENCES * passed.tier) * self._endpoint.silence_s
         tiers = [PeerDonor(self._endpoint, passed.parent, patience_s)], [PeerDonor(self._endpoint, coordinator)]
-        if await self._fetcher.fetch(Content("record", name, piece), range(passed.pieces), tiers, keep):
+        content = Content("record", name, piece, is_chained=True)
+        if await self._fetcher.fetch(content, range(passed.pieces), tiers, keep):
             raise PeerUnreachable(f"no donor has record {name[:12]}")
         return b"".join([*(each[DIGEST_BYTES:] for each in found[:-1]), found[-1]])
 
