@@ -307,6 +307,21 @@ async def test_who_lacks_the_last_proposal_asks_the_named_members_first_and_wait
     assert {name for name, endpoint in endpoints.items() if endpoint.sent["plan"] > len(last)} == asked
 
 
+async def test_who_is_told_of_a_record_again_keeps_what_it_has_of_it_for_its_children() -> None:
+    network, members = MemoryNetwork(latency_s=0.05), members_of(40)
+    relays = {name: relay_of(network, name) for name in ("C", *members)}
+    for name in members:
+        await relays[name].serve(ContentServer(relays[name]._endpoint))
+    told = relays["C"].addressed(Kind.PROPOSAL, bytes(RECORD.body), members, "")
+    parent = unpack(Passed, told("039").body).parent
+    relays[parent].keep(bytes(RECORD.body))
+    again = Passed(Kind.PROPOSAL, unpack(Passed, told("039").body).sha256, 2, "gone", 0, ())
+    told_again = asyncio.ensure_future(relays[parent].received(Message(pack(again), Kind.PASSED), "C"))
+    await asyncio.sleep(0)
+    assert await relays["039"].received(told("039"), "C") == RECORD
+    assert await told_again == RECORD
+
+
 async def test_a_record_that_nobody_has_is_an_error_after_a_bounded_time() -> None:
     network = MemoryNetwork(latency_s=0.05)
     member = relay_of(network, "039")

@@ -173,14 +173,17 @@ class Relay:
 
     async def _fetch(self, passed: Passed, coordinator: str) -> bytes:
         """Fetch from the parent, which hands on what it has so far, or else from the coordinator. Raises PeerUnreachable."""
-        name, found = passed.sha256.hex(), list[bytes]()
-        pieces: list[bytes | None] = [None] * passed.pieces
-        self._hold(name, pieces)
+        name = passed.sha256.hex()
+        pieces = self._records.get(name)  # of an attempt that failed: children may have asked for the rest
+        if pieces is None or len(pieces) != passed.pieces:
+            pieces = [None] * passed.pieces
+            self._hold(name, pieces)
+        found = [piece for piece in pieces if piece is not None]
 
         async def keep(index: int, body: Body) -> None:
             if index == len(found):
+                pieces[index] = bytes(body)
                 found.append(bytes(body))
-                pieces[index] = found[index]
                 self._changed.set()
 
         def piece(index: int) -> Piece:
@@ -192,7 +195,7 @@ class Relay:
         patience_s = silences * (1 + TIER_SILENCES * passed.tier) * self._endpoint.silence_s
         tiers = [PeerDonor(self._endpoint, passed.parent, patience_s)], [PeerDonor(self._endpoint, coordinator)]
         content = Content("record", name, piece, is_chained=True)
-        if await self._fetcher.fetch(content, range(passed.pieces), tiers, keep):
+        if await self._fetcher.fetch(content, range(len(found), passed.pieces), tiers, keep):
             raise PeerUnreachable(f"no donor has record {name[:12]}")
         return b"".join([*(each[DIGEST_BYTES:] for each in found[:-1]), found[-1]])
 
