@@ -96,7 +96,7 @@ class Account:
         ledger.load_state(self.ledger.state(is_announced=True))
         assert (ledger.announced, ledger.pending) == (self.ledger.announced, self.ledger.pending)
         self.ledger = ledger
-        ledger.announce(self.trainer, self.base)
+        ledger.announce(self.trainer, self.base, self.is_last)
         for part, values in self.sent.values():
             found = ledger.possibly_sent(self.trainer, self.base, part)
             np.testing.assert_array_equal(values, 0 if found is None else found())
@@ -218,6 +218,17 @@ def test_after_the_last_round_no_codec_leaves_more_than_int4_pending(codec: str)
         each.commit(set(each.sent))
         each.check()
     assert np.abs(account.pending()).max() <= np.abs(fine.pending()).max()
+
+
+def test_an_update_from_before_a_restart_is_encoded_anew_where_the_last_round_follows_its_own() -> None:
+    account = Account(3, (0,), "sparse")
+    account.train(1)
+    account.push()
+    account.restart()
+    account.is_last = True
+    account.push()
+    account.commit(set(account.sent))
+    account.check()
 
 
 class BufferedAccount(Account):

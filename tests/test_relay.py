@@ -160,6 +160,12 @@ def test_a_member_that_keeps_a_record_to_itself_has_its_children_ask_the_coordin
     assert sent < (1 + FANOUT_LARGE) * len(large.body) + 150 * 90
 
 
+def test_the_children_of_a_member_that_falls_silent_within_a_long_record_get_it_from_the_coordinator() -> None:
+    long = Message(random.Random(0).randbytes(2 * PIECES_PER_REQUEST * PIECE_BYTES), Kind.PROPOSAL)
+    got, _ = run_virtual(spread(15, set(), {0}, long, lie_after_s=1000.0, lie_from=3))
+    assert [*got.values()] == [long] * 15
+
+
 def test_nobody_passes_on_to_more_than_a_few() -> None:
     members = members_of(300)
     relay = relay_of(MemoryNetwork(), "C")
@@ -299,6 +305,21 @@ async def test_who_lacks_the_last_proposal_asks_the_named_members_first_and_wait
     assert (await network.run_peer("joiner", joiner.received(told("joiner"), "C"))).body == last[::-1]
     assert asyncio.get_running_loop().time() < 3
     assert {name for name, endpoint in endpoints.items() if endpoint.sent["plan"] > len(last)} == asked
+
+
+async def test_who_is_told_of_a_record_again_keeps_what_it_has_of_it_for_its_children() -> None:
+    network, members = MemoryNetwork(latency_s=0.05), members_of(40)
+    relays = {name: relay_of(network, name) for name in ("C", *members)}
+    for name in members:
+        await relays[name].serve(ContentServer(relays[name]._endpoint))
+    told = relays["C"].addressed(Kind.PROPOSAL, bytes(RECORD.body), members, "")
+    parent = unpack(Passed, told("039").body).parent
+    relays[parent].keep(bytes(RECORD.body))
+    again = Passed(Kind.PROPOSAL, unpack(Passed, told("039").body).sha256, 2, "gone", 0, ())
+    told_again = asyncio.ensure_future(relays[parent].received(Message(pack(again), Kind.PASSED), "C"))
+    await asyncio.sleep(0)
+    assert await relays["039"].received(told("039"), "C") == RECORD
+    assert await told_again == RECORD
 
 
 async def test_a_record_that_nobody_has_is_an_error_after_a_bounded_time() -> None:

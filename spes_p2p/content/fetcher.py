@@ -324,7 +324,11 @@ class _Download:
         asked, lacks = {index for request in self._requests for index in request.pending}, self._lacks[donor.name]
         new = (index for index in self._missing if index not in asked and all(index in self._lacks[name] for name in before))
         again = (index for index in self._missing if index in asked and index not in under_way)
-        return list(islice((index for index in chain(new, again) if index not in lacks), PIECES_PER_REQUEST))
+        found: Iterable[int] = (index for index in chain(new, again) if index not in lacks)
+        if self.content.is_chained:  # what other requests bring in between may come later
+            first = next(iter(self._missing), 0)
+            found = (index for place, index in enumerate(sorted(found), first) if index == place)
+        return list(islice(found, PIECES_PER_REQUEST))
 
     def _under_way(self, tier: int, bytes_per_s: float | None) -> Set[int] | None:
         """Return the pieces that are about to come, to a donor of this tier and last rate.

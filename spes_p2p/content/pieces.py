@@ -51,6 +51,8 @@ class Content:
     """Return the expected piece of an index."""
     unpacked: Callable[[Body], Body] = lambda body: body
     """Return a piece, to be verified, from what travels. Raises WireError."""
+    is_chained: bool = False
+    """Whether a piece can only be verified after all before it, so that donors are asked for no other one."""
 
     def matches(self, index: int, body: Body) -> bool:
         """Return whether the body has the hash of this piece."""

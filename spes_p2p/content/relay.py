@@ -173,25 +173,29 @@ class Relay:
 
     async def _fetch(self, passed: Passed, coordinator: str) -> bytes:
         """Fetch from the parent, which hands on what it has so far, or else from the coordinator. Raises PeerUnreachable."""
-        name, found = passed.sha256.hex(), list[bytes]()
-        pieces: list[bytes | None] = [None] * passed.pieces
-        self._hold(name, pieces)
+        name = passed.sha256.hex()
+        pieces = self._records.get(name)  # of an attempt that failed: children may have asked for the rest
+        if pieces is None or len(pieces) != passed.pieces:
+            pieces = [None] * passed.pieces
+            self._hold(name, pieces)
+        found = [piece for piece in pieces if piece is not None]
 
         async def keep(index: int, body: Body) -> None:
             if index == len(found):
+                pieces[index] = bytes(body)
                 found.append(bytes(body))
-                pieces[index] = found[index]
                 self._changed.set()
 
         def piece(index: int) -> Piece:
-            known = index <= len(found)  # nobody gives a later one before
+            known = index <= len(found)  # only a liar gives a later one before
             digest = (found[index - 1][:DIGEST_BYTES] if index else passed.sha256) if known else b""
             return Piece(digest, DIGEST_BYTES + PIECE_BYTES)
 
         silences = STRANGERS_SILENCES if self.is_stranger(passed.parent) else 1.0
         patience_s = silences * (1 + TIER_SILENCES * passed.tier) * self._endpoint.silence_s
         tiers = [PeerDonor(self._endpoint, passed.parent, patience_s)], [PeerDonor(self._endpoint, coordinator)]
-        if await self._fetcher.fetch(Content("record", name, piece), range(passed.pieces), tiers, keep):
+        content = Content("record", name, piece, is_chained=True)
+        if await self._fetcher.fetch(content, range(len(found), passed.pieces), tiers, keep):
             raise PeerUnreachable(f"no donor has record {name[:12]}")
         return b"".join([*(each[DIGEST_BYTES:] for each in found[:-1]), found[-1]])
 

@@ -155,10 +155,12 @@ class Ledger:
     def announce(self, trainer: Trainer, base: np.ndarray, is_last: bool = False) -> None:
         """Freeze all that is pending as the update of the next round, encoded. Call between two steps.
 
-        `is_last`: that round is the campaign's last. Changes nothing while the update from before a restart is announced.
+        `is_last`: that round is the campaign's last. Changes nothing while the update from before a restart is announced,
+        unless a reform has given its round up and other codecs follow.
         """
-        if self._is_restored:
+        if self._is_restored and is_last == self._is_last:
             return
+        self._is_restored = False
         announced, self._tokens = self.pending, self._pending_tokens()
         self._fresh, self._losses = self._nothing, (announced.loss_sum, announced.loss_tokens)
         self._update, self._is_last = {}, is_last  # release the file for the next update
