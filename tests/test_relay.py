@@ -322,6 +322,21 @@ async def test_who_is_told_of_a_record_again_keeps_what_it_has_of_it_for_its_chi
     assert await told_again == RECORD
 
 
+async def test_children_of_a_member_that_gives_up_a_record_ask_the_coordinator_at_once() -> None:
+    network, members = MemoryNetwork(latency_s=0.05), members_of(150)
+    relays = {name: relay_of(network, name) for name in ("C", *members)}
+    for relay in relays.values():
+        await relay.serve(ContentServer(relay._endpoint))
+    told = relays["C"].addressed(Kind.PROPOSAL, bytes(RECORD.body), members, "")
+    child = "140"
+    parent = unpack(Passed, told(child).body).parent
+    network.pause(unpack(Passed, told(parent).body).parent)
+    waits, gets = (asyncio.ensure_future(relays[name].received(told(name), "C")) for name in (parent, child))
+    await asyncio.sleep(1.0)
+    waits.cancel()
+    assert await asyncio.wait_for(gets, 1.0) == RECORD
+
+
 async def test_a_record_that_nobody_has_is_an_error_after_a_bounded_time() -> None:
     network = MemoryNetwork(latency_s=0.05)
     member = relay_of(network, "039")

@@ -175,15 +175,16 @@ class Relay:
         """Fetch from the parent, which hands on what it has so far, or else from the coordinator. Raises PeerUnreachable."""
         name = passed.sha256.hex()
         pieces = self._records.get(name)  # of an attempt that failed: children may have asked for the rest
-        if pieces is None or len(pieces) != passed.pieces:
-            pieces = [None] * passed.pieces
+        if pieces is None:
+            pieces = []
             self._hold(name, pieces)
+        pieces += [None] * (passed.pieces - len(pieces))
         found = [piece for piece in pieces if piece is not None]
 
         async def keep(index: int, body: Body) -> None:
             if index == len(found):
-                pieces[index] = bytes(body)
                 found.append(bytes(body))
+                pieces[index : index + 1] = found[index:]
                 self._changed.set()
 
         def piece(index: int) -> Piece:
@@ -195,8 +196,13 @@ class Relay:
         patience_s = silences * (1 + TIER_SILENCES * passed.tier) * self._endpoint.silence_s
         tiers = [PeerDonor(self._endpoint, passed.parent, patience_s)], [PeerDonor(self._endpoint, coordinator)]
         content = Content("record", name, piece, is_chained=True)
-        if await self._fetcher.fetch(content, range(len(found), passed.pieces), tiers, keep):
-            raise PeerUnreachable(f"no donor has record {name[:12]}")
+        try:
+            if await self._fetcher.fetch(content, range(len(found), passed.pieces), tiers, keep):
+                raise PeerUnreachable(f"no donor has record {name[:12]}")
+        finally:
+            if None in pieces:  # children that wait for the rest are told that this peer lacks it
+                del pieces[pieces.index(None) :]
+                self._changed.set()
         return b"".join([*(each[DIGEST_BYTES:] for each in found[:-1]), found[-1]])
 
     def _is_due(self, peer: str, sha256: str, index: int) -> bool:
