@@ -52,7 +52,7 @@ def table(folder: Path, *options: str) -> list[dict[str, str]]:
 @pytest.mark.network
 @needs_namespaces
 def test_peers_on_shaped_lines_and_simulated_ones_send_what_a_round_needs_and_lose_nobody(tmp_path: Path) -> None:
-    small = ("--predicted-peers", "4", "--predicted-phase", "1", "--predicted-mbit", "16", "8", "--rounds", "1")
+    small = ("--predicted-peers", "4", "--predicted-phase", "1", "--predicted-mbit", "16", "8", "--rounds", "1", "--fair")
     found = link(tmp_path, "predicted", *small)
     shared, expert = 0.4, 0.2  # MB in int8, of 8 MB in float32; each of the four peers owns one expert
     needed = 2 * 3 * shared + 4 * 3 * expert

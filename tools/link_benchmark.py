@@ -74,6 +74,8 @@ def main() -> int:
     parser.add_argument("--predicted-phase", type=float, default=20.0, help="seconds per phase in `predicted` (default 20)")
     parser.add_argument("--whole-down", type=float, default=1.0, metavar="RATIO",
                         help="lines in `whole` receive this many times as fast as they send (default 1)")
+    parser.add_argument("--fair", action="store_true",
+                        help="lines share their bandwidth evenly among the peers at their other ends, as with fq_codel")
     parser.add_argument("--folder", type=Path, default=Path("/dev/shm"), help="where run-dirs are made and removed")
     arguments = parser.parse_args()
     if not arguments.whole_down > 0:
@@ -141,7 +143,7 @@ def regions_case(arguments: argparse.Namespace) -> Report:
     }
     codec = CODECS[arguments.codec]
     shared, expert = (codec.encoded_bytes(size) for size in tensor_sizes(elements))
-    names, machines, rounds = [f"peer-{i}" for i in range(2 * site)], Namespaces(), list[Report]()
+    names, machines, rounds = [f"peer-{i}" for i in range(2 * site)], Namespaces(arguments.fair), list[Report]()
     try:
         for name in ("bootstrap", *names):
             machines.add(name, inside)
@@ -249,7 +251,7 @@ WARM_UP = 5
 
 def run(spec: Report, lines: Mapping[str, float], arguments: argparse.Namespace) -> dict[str, list[Report]]:
     """Run a swarm; return the reports of the measured rounds by peer, and of the round before them."""
-    machines = Namespaces()
+    machines = Namespaces(arguments.fair)
     try:
         for name in ("bootstrap", *lines):
             machines.add(name, 1e6 / 8 * lines.get(name, max(lines.values())))

@@ -1,5 +1,7 @@
 """Network namespaces, one per peer, on a bridge, with rate limits and partitions.
 
+A line has one queue, or, if `fair`, one for each address at its other end, which share it, as in routers with fq_codel or cake.
+
 A machine may be behind its own router, which translates addresses and refuses incoming connections. Needs root and the commands
 `ip` and `tc`, and `nft` for routers. All names contain this process's id; `close` removes everything. The addresses look
 public, since libp2p treats private ones as one local network; they exist only inside the namespaces.
@@ -20,6 +22,8 @@ SUBNET = "11.213"
 HOME, HOME_ROUTER = "192.168.1.2", "192.168.1.1"
 """Addresses of each machine behind a router, and of its router on that side."""
 BURST_BYTES, QUEUE_S = 256 * 1024, 0.2
+FAIR_QUEUES, FAIR_QUEUE_BYTES, FAIR_BURST_BYTES = 32, 24 * 1024, 16 * 1024
+"""Queues of a fair line, by the last bits of an address, and the bytes that each holds."""
 
 
 PACKAGES = {"ip": "iproute2", "tc": "iproute2", "nft": "nftables"}
@@ -67,9 +71,10 @@ def why_unavailable(routers: bool = False) -> str | None:
 
 
 class Namespaces:
-    """The namespaces of one simulation."""
+    """The namespaces of one simulation. `fair`: see the module."""
 
-    def __init__(self) -> None:
+    def __init__(self, fair: bool = False) -> None:
+        self._fair = fair
         self._prefix = f"spes{os.getpid()}"
         self._bridges = (f"br{os.getpid()}a", f"br{os.getpid()}b")
         self._numbers: dict[str, int] = {}
@@ -94,8 +99,8 @@ class Namespaces:
         _run("ip", "-n", on_line, "addr", "add", f"{self.address(name)}/16", "dev", "line")
         _run("ip", "-n", on_line, "link", "set", "line", "up")
         _run("ip", "-n", on_line, "link", "set", "lo", "up")
-        _run("tc", "qdisc", "add", "dev", outside, "root", *_limit(bytes_per_s))
-        _run("tc", "-n", on_line, "qdisc", "add", "dev", "line", "root", *_limit(bytes_per_s))
+        self._limit(outside, bytes_per_s, toward="src")
+        self._limit("line", bytes_per_s, toward="dst", within=("-n", on_line))
 
     def _add_home(self, space: str, router: str, nat: Nat) -> None:
         """Create a machine and its router, connected by a cable."""
@@ -130,7 +135,7 @@ class Namespaces:
         _run("ip", "link", "add", ends[0], "type", "veth", "peer", "name", ends[1])
         for end, bridge in zip(ends, self._bridges, strict=True):
             _run("ip", "link", "set", end, "master", bridge, "up")
-            _run("tc", "qdisc", "add", "dev", end, "root", *_limit(bytes_per_s))
+            self._limit(end, bytes_per_s, toward="dst")
 
     def crossed_bytes(self) -> tuple[int, int]:
         """Return the bytes on the wire that crossed the line between the sides so far, each way."""
@@ -156,6 +161,33 @@ class Namespaces:
             with contextlib.suppress(OSError):
                 _run("ip", "link", "del", device)
 
+    def _limit(self, device: str, bytes_per_s: float, toward: str, within: tuple[str, ...] = ()) -> None:
+        """Give a device this bandwidth. `toward`: which address of a packet, src or dst, is the other end's."""
+        rate = f"{round(8 * bytes_per_s)}bit"
+        if not self._fair:
+            _run("tc", *within, "qdisc", "add", "dev", device, "root",
+                 "tbf", "rate", rate, "burst", str(BURST_BYTES), "latency", f"{QUEUE_S}s")
+            return
+        # u32: byte 12 of an IPv4 header begins the source address, byte 16 the destination
+        by_address = ("hashkey", "mask", hex(FAIR_QUEUES - 1), "at", {"src": "12", "dst": "16"}[toward])
+        share = ("rate", f"{round(8 * bytes_per_s / FAIR_QUEUES)}bit", "ceil", rate, "quantum", "1514")
+        burst = ("burst", str(FAIR_BURST_BYTES), "cburst", str(FAIR_BURST_BYTES))
+        _run("ip", *within, "link", "set", device, "gso_max_segs", "1")
+        commands = [
+            f"qdisc add dev {device} root handle 1: htb default 10",
+            f"class add dev {device} parent 1: classid 1:1 htb rate {rate} {' '.join(burst)}",
+            f"filter add dev {device} parent 1: prio 1 handle 2: protocol ip u32 divisor {FAIR_QUEUES}",
+            f"filter add dev {device} parent 1: prio 1 protocol ip u32 ht 800:: match u32 0 0 {' '.join(by_address)} link 2:",
+        ]
+        for number in range(FAIR_QUEUES):
+            queue = hex(0x10 + number)[2:]
+            commands += [
+                f"class add dev {device} parent 1:1 classid 1:{queue} htb {' '.join((*share, *burst))}",
+                f"qdisc add dev {device} parent 1:{queue} bfifo limit {FAIR_QUEUE_BYTES}",
+                f"filter add dev {device} parent 1: prio 1 protocol ip u32 ht 2:{number:x}: match u32 0 0 flowid 1:{queue}",
+            ]
+        _run("tc", *within, "-batch", "-", given="\n".join(commands))
+
     def _space(self, name: str) -> str:
         return f"{self._prefix}-{self._numbers[name]}"
 
@@ -168,13 +200,8 @@ def _router_rules(nat: Nat) -> str:
     return ROUTER_RULES.replace("FLAGS", MASQUERADE[nat])
 
 
-def _limit(bytes_per_s: float) -> tuple[str, ...]:
-    """Return the arguments of tc for a line of this bandwidth."""
-    return "tbf", "rate", f"{round(8 * bytes_per_s)}bit", "burst", str(BURST_BYTES), "latency", f"{QUEUE_S}s"
-
-
-def _run(*command: str) -> None:
-    """Run a command. Raises OSError with its error message."""
-    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+def _run(*command: str, given: str | None = None) -> None:
+    """Run a command with this standard input. Raises OSError with its error message."""
+    ended = subprocess.run(command, capture_output=True, text=True, check=False, input=given)
     if ended.returncode:
         raise OSError(f"{' '.join(command[:3])}: {ended.stderr.strip() or ended.returncode}")
