@@ -96,9 +96,8 @@ class Participant:
         if round_number < self.log.earliest_reform:
             raise Refused(Code.NO_REFORM, f"no term begins before round {self.log.earliest_reform}, by the owner's milestone")
         parent = self.log.commit_at(round_number)
-        excluded = tuple(sorted({*parent.excluded, *liars} - {me}))
-        if len(excluded) > MAX_BANNED:
-            excluded = parent.excluded
+        named = dict.fromkeys((*parent.excluded, *liars))  # as many as a commit may name
+        excluded = tuple(sorted([peer for peer in named if peer != me][:MAX_BANNED]))
         commit = reform_commit(parent, self.log.last.term + 1, me, self.acceptor.incarnation, excluded)
         ballot = Ballot(0, me)
         decided = CertifiedCommit(commit, ballot, (Vote(me, self._identity.sign(vote_message(ballot, commit.id))),))
