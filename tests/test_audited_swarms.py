@@ -505,6 +505,25 @@ async def test_who_shows_its_moments_for_longer_than_a_round_fails_no_other_audi
     assert all(each.passed for each in audits(swarm, "X"))
 
 
+async def test_moments_that_nobody_may_ask_for_any_more_leave_no_file_when_they_are_being_written(
+    monkeypatch: pytest.MonkeyPatch
+) -> None:
+    swarm = audited_swarm("X", vouched="A")
+    swarm.start_all("AX")
+    moments, store = swarm.peers["X"].phases.moments, swarm.stores["X"]
+    await swarm.until(lambda: bool(moments._of_round))
+    number = max(moments._of_round)
+    monkeypatch.setattr(moments, "_may_be_asked", lambda number: False)
+
+    def forget(point: str, name: str) -> None:
+        if point == "write:rename":
+            moments.forget()
+
+    store.fault = forget
+    moments.save(number)
+    assert store.names(f"moments-{number}") == []
+
+
 class Inventing:
     """A world whose peer trains honestly on invented pending work, which takes back three times the last round's move."""
 

@@ -276,6 +276,7 @@ def test_a_proposer_needs_a_majority() -> None:
 def test_a_proposer_sends_an_elector_the_commits_that_it_missed() -> None:
     electors = {name: Elector(name) for name in "AB"}
     first = commit_after(genesis())
+    electors["B"].accept(Accept(Ballot(1, "A"), first))
     electors["A"].learn(decide(first, "BC"))
     proposer = Proposer(electors["A"].log, SimulatedIdentity("A"), derived)
     run(proposer, proposer.prepare(()), electors)
@@ -460,9 +461,38 @@ def test_votes_that_are_lost_damaged_or_older_than_the_log_begin_another_incarna
     assert again.acceptor.incarnation != first
     assert not again.acceptor.may_vote
     damaged = "the file 'votes' in this run-dir is damaged; this peer casts no vote until a commit lists its new ones"
-    told = {"deleted": [], "from before the vote": ["the votes of this peer are older than its log"]}.get(harm, [damaged])
+    older = "the votes of this peer are older than its vote on round 0; it votes again when a commit lists its new ones"
+    told = {"deleted": [], "from before the vote": [older]}.get(harm, [damaged])
     assert [message.split(", as a rule")[0] for message in caplog.messages] == told
     assert again.restarted().acceptor.incarnation == again.acceptor.incarnation
+
+
+def test_an_elector_restored_from_an_old_copy_begins_another_incarnation_once_it_learns_how_it_voted() -> None:
+    voter = Elector("A")
+    old = voter.store.copied()
+    voted_on_round_0(voter)
+    decided = voter.log.at(0)
+    voter.accept(Accept(Ballot(1, "B"), commit_after(decided.commit)))
+    voter = Elector("A", old, seed="another disk")
+    assert voter.acceptor.may_vote
+    voter.learn(decided)
+    with pytest.raises(Refused, match="lost its votes"):
+        voter.prepare(Prepare(1, decided.commit.id, Ballot(2, "C")))
+    voter = voter.restarted()
+    assert not voter.acceptor.may_vote
+    listed = commit_after(decided.commit, incarnations=(voter.acceptor.incarnation, *decided.commit.incarnations[1:]))
+    voter.learn(decide(listed, "BC"))
+    assert voter.acceptor.may_vote
+
+
+def test_a_vote_that_somebody_else_put_into_a_certificate_takes_no_incarnation() -> None:
+    voter = Elector("A")
+    decided = decide(commit_after(genesis()), "BC")
+    forged = dataclasses.replace(decided, votes=(*decided.votes, Vote("A", SimulatedIdentity("B").sign(b"anything"))))
+    for _ in range(2):
+        voter.learn(forged)
+        assert voter.acceptor.may_vote
+        voter = voter.restarted()
 
 
 @pytest.mark.parametrize(("electors", "follows"), [

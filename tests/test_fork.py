@@ -16,6 +16,7 @@ from spes_p2p.errors import Refused
 from spes_p2p.messages.codec import pack, unpack
 from spes_p2p.messages.compact import compressed
 from spes_p2p.messages.consensus import Ballot, CertifiedCommit, Commit, CommitsRequest, Decide
+from spes_p2p.messages.fields import MAX_BANNED
 from spes_p2p.messages.methods import COMMITS
 from spes_p2p.net.rpc import RpcEndpoint
 from spes_p2p.net.shares import Shares
@@ -135,6 +136,14 @@ def test_a_term_frees_nobody_that_a_proof_excludes() -> None:
     identity = SimulatedIdentity("W")
     assert proves(opened, parent, identity)
     assert not proves(decide(replace(opened.commit, excluded=("B",)), "W", opened.ballot), parent, identity)
+
+
+def test_a_term_excludes_as_many_liars_as_a_commit_may_name_beside_those_of_its_parent() -> None:
+    before = tuple(f"X{number:03}" for number in range(MAX_BANNED - 1))
+    parent = commit_after(genesis(), excluded=before)
+    opened = Reader("W", decide(parent, "AB", BALLOT)).open_term(0, ("B", "C"))
+    assert opened.commit.excluded == ("B", *before)
+    assert proves(opened, parent, SimulatedIdentity("W"))
 
 
 class Owner:

@@ -19,7 +19,7 @@ from spes_p2p.consensus.farewell import keeps_seat, signed_farewell
 from spes_p2p.consensus.output import VOTES, Identity, Output, Write
 from spes_p2p.errors import Refused
 from spes_p2p.messages.codec import WireError, unpack
-from spes_p2p.messages.consensus import Accept, Ballot, Commit, Farewell, Prepare, Promise, Vote
+from spes_p2p.messages.consensus import Accept, Ballot, CertifiedCommit, Commit, Farewell, Prepare, Promise, Vote
 from spes_p2p.messages.refusals import Code
 
 logger = logging.getLogger(__name__)
@@ -67,25 +67,33 @@ def read_votes(record: bytes | None) -> VoteState | None:
         return None
 
 
-def recovered_votes(record: bytes | None, log: CommitLog, me: str, rng: random.Random) -> VoteState:
+def recovered_votes(record: bytes | None, log: CommitLog, identity: Identity, rng: random.Random) -> VoteState:
     """Return the votes to continue with. Votes that are missing, damaged or older than the log begin a new incarnation."""
     found = read_votes(record)
     if found is None:
         return fresh_votes(rng)
-    if (found.term, found.round) < _last_vote_in_log(log, me, found.incarnation):
-        logger.warning("the votes of this peer are older than its log")
-        return fresh_votes(rng)
+    for decided in map(log.at, range(log.round, log.begins, -1)):
+        if (decided.commit.term, decided.commit.round) <= (found.term, found.round):
+            break
+        if is_later_vote(decided, log.commit_at(decided.commit.round - 1), found, identity):
+            return fresh_votes(rng)
     return found
 
 
-def _last_vote_in_log(log: CommitLog, me: str, incarnation: str) -> tuple[int, int]:
-    """Return term and round of the last certificate with a vote of this incarnation."""
-    for decided in map(log.at, range(log.round, log.begins, -1)):
-        parent = log.commit_at(decided.commit.round - 1)
-        has_voted = any(vote.elector == me for vote in decided.votes)
-        if decided.commit.plan and has_voted and incarnations_of(parent).get(me) == incarnation:
-            return parent.term, decided.commit.round
-    return 0, -1
+def is_later_vote(decided: CertifiedCommit, parent: Commit, votes: VoteState, identity: Identity) -> bool:
+    """Return whether the incarnation of these votes signed this certificate after them: they are older than what it voted."""
+    me, commit = identity.peer_id, decided.commit
+    may_be = bool(commit.plan) and (parent.term, commit.round) > (votes.term, votes.round)
+    if not may_be or incarnations_of(parent).get(me) != votes.incarnation:
+        return False
+    message = vote_message(decided.ballot, commit.id)
+    if not any(vote.elector == me and identity.verify(me, message, vote.signature) for vote in decided.votes):
+        return False
+    logger.warning(
+        "the votes of this peer are older than its vote on round %d; it votes again when a commit lists its new ones",
+        commit.round,
+    )
+    return True
 
 
 class Acceptor:

@@ -6,7 +6,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from spes_p2p.consensus.acceptor import Acceptor, IsValid, VoteState, recovered_votes
+from spes_p2p.consensus.acceptor import Acceptor, IsValid, VoteState, fresh_votes, is_later_vote, recovered_votes
 from spes_p2p.consensus.certificate import vote_message
 from spes_p2p.consensus.commit_log import CommitLog
 from spes_p2p.consensus.control import ControlRecords, owner_of
@@ -41,14 +41,14 @@ class Participant:
     """
 
     def __init__(self, identity: Identity, genesis: Commit, files: Files, rng: random.Random, is_valid: IsValid):
-        """`rng`: draws an incarnation if the votes are lost. `is_valid`: see IsValid.
+        """`rng`: draws an incarnation if the votes are lost or old. `is_valid`: see IsValid.
 
         Make `recovery` durable before handling requests.
         """
-        self._identity = identity
+        self._identity, self._rng = identity, rng
         self.log = CommitLog(identity, genesis, files.log)
         self.controls = ControlRecords(self.log, identity, files.control)
-        recovered = recovered_votes(files.votes, self.log, identity.peer_id, rng)
+        recovered = recovered_votes(files.votes, self.log, identity, rng)
         self.acceptor = Acceptor(self.log, identity, recovered, is_valid)
         votes = Write(VOTES, self.acceptor.votes)
         self.recovery: tuple[Write, ...] = () if votes.record == files.votes else (votes,)
@@ -67,11 +67,17 @@ class Participant:
             raise TypeError(f"no record of {write.file}: {write.value!r}")
 
     def learn(self, decided: CertifiedCommit) -> Output[bool]:
-        """Append a certified commit; False when it is known. Raises Refused when it does not follow or is not proven."""
+        """Append a certified commit; False when it is known. Raises Refused when it does not follow or is not proven.
+
+        One with a vote that this peer does not remember begins a new incarnation: its files are from an old copy.
+        """
         if not self.log.admits(decided):
             return Output(False)
         kept = self.controls.before_new_term() if decided.commit.term > self.log.last.term else ()
-        return Output(True, (*kept, Write(LOG, decided)))
+        parent, votes = self.log.commit_at(decided.commit.round - 1), self.acceptor.votes
+        is_old = is_later_vote(decided, parent, votes, self._identity)
+        renewed = (Write(VOTES, fresh_votes(self._rng)),) if is_old else ()
+        return Output(True, (*kept, *renewed, Write(LOG, decided)))
 
     def learn_branch(self, branch: Sequence[CertifiedCommit]) -> Output[bool]:
         """Go over to the owner's branch of a fork that liars made. Raises Refused when it does not end in a later term."""
@@ -90,9 +96,8 @@ class Participant:
         if round_number < self.log.earliest_reform:
             raise Refused(Code.NO_REFORM, f"no term begins before round {self.log.earliest_reform}, by the owner's milestone")
         parent = self.log.commit_at(round_number)
-        excluded = tuple(sorted({*parent.excluded, *liars} - {me}))
-        if len(excluded) > MAX_BANNED:
-            excluded = parent.excluded
+        named = dict.fromkeys((*parent.excluded, *liars))  # as many as a commit may name
+        excluded = tuple(sorted([peer for peer in named if peer != me][:MAX_BANNED]))
         commit = reform_commit(parent, self.log.last.term + 1, me, self.acceptor.incarnation, excluded)
         ballot = Ballot(0, me)
         decided = CertifiedCommit(commit, ballot, (Vote(me, self._identity.sign(vote_message(ballot, commit.id))),))

@@ -82,6 +82,8 @@ class KeptMoments:
         kept = self._of_round.get(round_number)
         if kept is not None and kept.draft is not None:
             kept.draft.publish()
+            if round_number not in self._of_round:  # dropped meanwhile
+                self._node.world.store.delete(f"{FILES}{round_number}")
 
     async def load(self) -> None:
         """Take up what an earlier run saved, and meet the auditors who wait for it."""

@@ -92,6 +92,12 @@ class MemoryStore:
         successor._blobs, successor._logs = self._blobs, self._logs
         return successor
 
+    def copied(self) -> MemoryStore:
+        """Return a copy of what the store holds now, as a backup has it."""
+        copy = MemoryStore(self.fault)
+        copy._blobs, copy._logs = dict(self._blobs), {name: list(records) for name, records in self._logs.items()}
+        return copy
+
     def _at(self, point: str, name: str) -> None:
         self._check(name)
         if self.fault is not None:
