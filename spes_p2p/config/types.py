@@ -12,7 +12,7 @@ from spes_p2p.config.addresses import is_host
 from spes_p2p.config.problems import broken_rule
 from spes_p2p.messages.fields import LONGEST_NAME, LONGEST_WORD, is_display_name
 
-Whole = Annotated[int, Field(strict=True)]
+Seed = Annotated[int, Field(strict=True, ge=-(10**18), le=10**18)]
 Count = Annotated[int, Field(strict=True, ge=0)]
 Positive = Annotated[int, Field(strict=True, gt=0)]
 Fraction = Annotated[float, Field(strict=True, ge=0, le=1)]
