@@ -335,7 +335,8 @@ def test_a_published_campaign_that_cannot_be_used(published: bytes, expected: st
     ({"listen": ["/ip4/0.0.0.0/tcp/70000"]},
      "--listen '/ip4/0.0.0.0/tcp/70000': must be a multiaddress such as /ip4/0.0.0.0/tcp/31337"),
     *(({"announce": [wrong]}, f"--announce '{wrong}': must be a multiaddress at which others reach this machine, such as "
-                              "/ip4/203.0.113.7/tcp/31337") for wrong in ("/ip4/1.2.3.400/tcp/1", "/ip4/0.0.0.0/tcp/1")),
+                              "/ip4/203.0.113.7/tcp/31337")
+      for wrong in ("/ip4/1.2.3.400/tcp/1", "/ip4/0.0.0.0/tcp/1", "/ip4/203.0.113.7/tcp/0")),
     ({"listen": ["/ip4/::1/tcp/1"]}, "--listen '/ip4/::1/tcp/1': must be a multiaddress such as /ip4/0.0.0.0/tcp/31337"),
     ({"log_level": "loud"}, "--log-level 'loud': must be 'debug', 'info', 'warning' or 'error'"),
     ({"devise": "cpu"}, "unknown field '--devise'; did you mean 'devices'?"),
