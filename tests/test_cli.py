@@ -274,6 +274,10 @@ BAD_COMMANDS: dict[str, tuple[Callable[[Place], list[str]], tuple[str, ...]]] = 
     "init tokenizer": (lambda p: init_with_text(p, "--tokenizer", "no.json"), ("no.json: cannot read the tokenizer",)),
     "init few ids": (lambda p: init_with_text(p, "--tokenizer", "10"), ("--tokenizer 10", "300")),
     "init tokenizer of nothing": (lambda p: init_with_text(p, "--tokenizer", "0"), ("--tokenizer 0",)),
+    "init slow line": (lambda p: init_with_text(p, "--line", "1kbit"), ("--line '1kbit'", "at least 1mbit")),
+    "init from no folder": (lambda p: init_with_text(p, "--from", "./no"), ("no: no such checkpoint folder",)),
+    "init from a download without text": (
+        lambda p: init(p, "--from", "owner/name", "--text", "no.txt"), ("no.txt: no such file",)),
     "init url of a folder": (lambda p: init_with_text(p, "--url", "/tokens"), ("--url /tokens", "hf://", "--data-dir")),
     "tokenize url of unknown kind": (lambda p: tokenize(p, "a.txt", "text", "--url", "ftp://host/x"), ("--url ftp://host/x", "https://")),
     "describe url of this disk": (lambda p: describe(p, TOO_LARGE, "--url", "file:///x"), ("--url file:///x", "https://")),
@@ -439,6 +443,7 @@ BAD_COMMANDS: dict[str, tuple[Callable[[Place], list[str]], tuple[str, ...]]] = 
     "plan bandwidth": (lambda p: plan(p, "24GiB", "--bandwidth", "fast"), ("--bandwidth 'fast'", "100mbit")),
     "plan GPUs": (lambda p: plan(p, "24GiB", "--gpus", "3"), ("--gpus 3: 3 devices cannot divide", "give this many")),
     "plan speed": (lambda p: plan(p, "24GiB", "--tokens-per-second", "1e308"), ("--tokens-per-second", "less than or equal")),
+    "plan line": (lambda p: plan(p, "24GiB", "--bandwidth", "56kbit"), ("--bandwidth '56kbit'", "at least 1mbit")),
     "plan peers": (lambda p: plan(p, "24GiB", "--peers", "0"), ("--peers 0",)),
     "simulate neither": (lambda p: ["simulate"], ("either --virtual or --processes",)),
     "simulate both": (lambda p: ["simulate", "--virtual", "--processes"], ("either --virtual or --processes",)),
@@ -450,6 +455,7 @@ BAD_COMMANDS: dict[str, tuple[Callable[[Place], list[str]], tuple[str, ...]]] = 
     "simulate points": (lambda p: ["simulate", "--virtual", "--points", "noon"], ("--points", "'noon'", "announce")),
     "simulate rate": (lambda p: ["simulate", "--virtual", "--fault-rate", "2"], ("--fault-rate", "at most 1")),
     "simulate seeds": (lambda p: ["simulate", "--virtual", "--seeds", "0"], ("--seeds 0",)),
+    "simulate seed": (lambda p: ["simulate", "--virtual", "--seed", "-3"], ("--seed", "greater than or equal to 0")),
     "simulate half attack": (
         lambda p: ["simulate", "--virtual", "--peers", "6", "--attackers", "3"], ("--attackers", "less than half of the 6")),
     "simulate attacks": (
@@ -518,7 +524,7 @@ def test_a_wrong_command_is_refused(case: str, place: Place) -> None:
 
 NEEDS_LIBRARIES = re.compile(
     r"nobody|dashboard (host|port)|metrics host elsewhere|control key|invite (to nothing|malformed)|run-dir|little memory|"
-    r"plan (peers|GPUs)|export (no|over)|simulate |(me|identity) of|bootstrap identity"
+    r"plan (peers|GPUs)|init from no|export (no|over)|simulate |(me|identity) of|bootstrap identity"
 )
 """Cases that are found out by asking the network, torch or hivemind."""
 

@@ -124,6 +124,18 @@ BAD_FILES = [
      "FILE, line 12: model.architecture = 'olmo': must be 'olmoe' or 'qwen3_moe'"),
     ("merge_interval: 10", "merge_interval: 10\nsync:\n  min_peers: 0",
      "FILE, line 23: sync.min_peers = 0: must be greater than 0 with admission: friends"),
+    ("merge_interval: 10", "merge_interval: 10\nsync:\n  min_peers: 5000",  # round 0 would wait for ever
+     "FILE, line 23: sync.min_peers = 5000: must be at most 1024"),
+    ("merge_interval: 10", "merge_interval: 10\nsync:\n  silence_s: 0.01",
+     "FILE, line 23: sync.silence_s = 0.01: must be at least 1"),
+    ("experts_per_peer: 2", "redundancy: 1000000", "FILE, line 19: experts.redundancy = 1000000: must be at most 1024"),
+    ("batch_size: 8", f"batch_size: {2**31}", "FILE, line 14: training.batch_size = 2147483648: must be at most 1048576"),
+    ("total_steps: 40", f"total_steps: 40\n  decay_steps: {10**20}",
+     "FILE, line 16: training.decay_steps = 100000000000000000000: must be at most 1e+12"),
+    ("moe_top_k: 2", f"moe_top_k: 2\n  seed: {10**20}",
+     "FILE, line 12: model.seed = 100000000000000000000: must be at most 1e+18"),
+    ("moe_top_k: 2", "moe_top_k: 2\n  init_cutoff_factor: 1e-9",  # making base 0 would never end
+     "FILE, line 12: model.init_cutoff_factor = 1e-09: must be at least 0.1"),
     ("merge_interval: 10", "merge_interval: 10\nsync:\n  codec: gzip",
      "FILE, line 23: sync.codec = 'gzip': must be one of none, fp16, int8, int4, ternary, sparse16, sparse, sparse64, or a "
      "section with router, shared and experts"),
@@ -323,7 +335,8 @@ def test_a_published_campaign_that_cannot_be_used(published: bytes, expected: st
     ({"listen": ["/ip4/0.0.0.0/tcp/70000"]},
      "--listen '/ip4/0.0.0.0/tcp/70000': must be a multiaddress such as /ip4/0.0.0.0/tcp/31337"),
     *(({"announce": [wrong]}, f"--announce '{wrong}': must be a multiaddress at which others reach this machine, such as "
-                              "/ip4/203.0.113.7/tcp/31337") for wrong in ("/ip4/1.2.3.400/tcp/1", "/ip4/0.0.0.0/tcp/1")),
+                              "/ip4/203.0.113.7/tcp/31337")
+      for wrong in ("/ip4/1.2.3.400/tcp/1", "/ip4/0.0.0.0/tcp/1", "/ip4/203.0.113.7/tcp/0")),
     ({"listen": ["/ip4/::1/tcp/1"]}, "--listen '/ip4/::1/tcp/1': must be a multiaddress such as /ip4/0.0.0.0/tcp/31337"),
     ({"log_level": "loud"}, "--log-level 'loud': must be 'debug', 'info', 'warning' or 'error'"),
     ({"devise": "cpu"}, "unknown field '--devise'; did you mean 'devices'?"),

@@ -24,7 +24,7 @@ from spes_p2p.model.upcycle import FAMILIES, UpcycleRule, check_dense, upcycled_
 from spes_p2p.observe.library_bars import library_bars
 from spes_p2p.rounds.audits import are_audited
 
-HUB_NAME = re.compile(r"(?P<name>[\w.-]+/[\w.-]+)(@(?P<revision>[\w.-]+))?")
+HUB_NAME = re.compile(r"(?P<name>\w[\w.-]*/\w[\w.-]*)(@(?P<revision>[\w.-]+))?")
 HUB_FILES = ["*.json", "*.jinja", "*.safetensors"]
 
 

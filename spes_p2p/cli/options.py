@@ -131,16 +131,11 @@ def spare(text: str | None) -> Spare | None:
     return None if text is None else parse_spare(text, "--leave-free")
 
 
-def rate(text: str | None, option: str) -> float | None:
-    """Return what the option gives, in bits per second."""
-    return None if text is None else parse_bits_per_second(text, option)
-
-
 def line_limit(text: str | None, option: str) -> float | None:
-    """Like `rate`. Raises UserError for less than the slowest line that a peer may have."""
+    """Return what the option gives, in bits per second. Raises UserError for less than the slowest line of a peer."""
     from spes_p2p.config.campaign import SLOWEST_LINE_BITS
 
-    limit = rate(text, option)
+    limit = None if text is None else parse_bits_per_second(text, option)
     if limit is not None and limit < SLOWEST_LINE_BITS:
         raise UserError(f"{option} {text!r}: must be at least {SLOWEST_LINE_BITS / 1e6:g}mbit")
     return limit

@@ -44,13 +44,16 @@ def init(
     """Create a campaign: a commented config file, token files and a tokenizer. Asks for missing answers on a terminal."""
     from spes_p2p.campaign.answers import Answers
     from spes_p2p.campaign.init import CAMPAIGN_YAML, ask, check_place, make_campaign, make_start, parse_answer, parse_texts
+    from spes_p2p.data.documents import check_text_files
 
     setup_logging("warning", False)
     asks = sys.stdin.isatty() and not text
     name = name or folder.resolve().name
     check_place(folder, name)
     given = parse_answer("tokenizer", tokenizer) if tokenizer else None
+    bits_per_second = options.line_limit(line, "--line")
     texts, sources = parse_texts(text or ())
+    check_text_files((*texts, *(held_out or ())))  # before a checkpoint is downloaded
     start = make_start(checkpoint, folder, size, given, experts, top_k, upcycle)
     answers = Answers(
         folder=folder,
@@ -65,7 +68,7 @@ def init(
         epochs=epochs if epochs is not None else ask("epochs", asks),
         admission=admission,
         url=url,
-        line=options.rate(line, "--line"),
+        line=bits_per_second,
     )
     with ProgressBar("tokenizing", "training the tokenizer" if isinstance(answers.tokenizer, int) else "") as update:
         made = make_campaign(answers, lambda p: update(p.bytes_done, p.bytes_total))
@@ -231,9 +234,10 @@ def plan(
     A second table has the phase length and codecs that suit lines of several speeds (docs/campaign.md).
     """
     from spes_p2p.config.campaign import load_campaign_config
-    from spes_p2p.config.quantities import parse_bits_per_second, parse_bytes
+    from spes_p2p.config.quantities import parse_bytes
 
-    memory_bytes, line = parse_bytes(memory, "--memory"), parse_bits_per_second(bandwidth, "--bandwidth")
+    memory_bytes, line = parse_bytes(memory, "--memory"), options.line_limit(bandwidth, "--bandwidth")
+    assert line is not None
     campaign = load_campaign_config(config)
     from spes_p2p.campaign.lines import LINES_BITS, assumption, paces, seconds_of_a_step
     from spes_p2p.campaign.plan_table import pace_json, plan_json, render_lines, render_plan

@@ -43,7 +43,7 @@ def simulate(
     virtual: Annotated[bool, typer.Option("--virtual", help="Simulate in this process, in virtual time.")] = False,
     processes: Annotated[bool, typer.Option("--processes", help="Run real processes; takes minutes.")] = False,
     seeds: Annotated[int, typer.Option(help="Number of runs, each with its own seed (--virtual).")] = 1,
-    seed: Annotated[int, typer.Option(help="First seed; runs with equal seeds are identical.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="First seed; runs with equal seeds are identical.")] = 0,
     peers: Annotated[int | None, typer.Option(help="Number of trainers at the start.")] = None,
     rounds: Annotated[int | None, typer.Option(help="Rounds per run with faults; a few quiet ones follow.")] = None,
     fault_rate: Annotated[float | None, typer.Option(help="Probability of a random fault per round, 0 to 1.")] = None,

@@ -37,13 +37,13 @@ from spes_p2p.config.types import (
     Positive,
     PositiveNumber,
     Prompt,
+    Seed,
     SourceName,
     TaskName,
     Text,
-    Whole,
 )
 from spes_p2p.errors import UPGRADE, UserError
-from spes_p2p.messages.fields import MAX_PROMPTS
+from spes_p2p.messages.fields import MAX_MEMBERS, MAX_PROMPTS
 
 DEFAULT_TOKEN_CACHE_BYTES = 16 * 2**30
 SCHEMA_VERSION = 1
@@ -59,7 +59,7 @@ class TrainingConfig(Section):
     """Local steps: batch, optimizer, schedule, losses."""
 
     sequence_length: Annotated[int, Field(strict=True, ge=2)] = Field(description="Tokens per sample.")
-    batch_size: Positive = Field(description="Samples per local step of one peer.")
+    batch_size: Positive = Field(le=2**20, description="Samples per local step of one peer.")
     micro_batch_size: Positive | None = Field(
         None, description="Samples per forward pass; a step accumulates gradients over them. Default: batch_size.")
     total_steps: Positive = Field(le=10**12, description="Length of the campaign and of its schedule, in campaign steps.")
@@ -74,7 +74,7 @@ class TrainingConfig(Section):
         1.0, description="Learning rate of the embedding and the output head, as a multiple of learning_rate.")
     warmup_steps: Count = Field(0, description="Campaign steps of linear warm-up.")
     decay_steps: Positive | None = Field(
-        None, description="Campaign step at which the learning rate reaches its final value. Default: total_steps.")
+        None, le=10**12, description="Campaign step at which the learning rate reaches its final value. Default: total_steps.")
     min_lr_ratio: Fraction = Field(0.1, description="Final learning rate of the cosine schedule, as a fraction of the peak.")
     beta1: Decay = Field(0.9, description="Decay rate of AdamW's first moment.")
     beta2: Decay = Field(0.95, description="Decay rate of AdamW's second moment.")
@@ -97,7 +97,7 @@ class TrainingConfig(Section):
     intra_document_masking: bool = Field(
         False, description="Let tokens attend only within their own document, which data.eos_token ends; positions restart in "
         "each, and no first token of a document is predicted. Otherwise attention crosses documents in a sample.")
-    seed: Whole = Field(0, description="Seed of the data order.")
+    seed: Seed = Field(0, description="Seed of the data order.")
 
     @model_validator(mode="after")
     def _check(self) -> TrainingConfig:
@@ -120,7 +120,7 @@ class ExpertsConfig(Section):
 
     experts_per_peer: Positive | None = Field(
         None, description="Maximum number of experts one peer trains. Default: as many as needed to train all.")
-    redundancy: Positive = Field(1, description="Owners per expert, capacity permitting.")
+    redundancy: Positive = Field(1, le=MAX_MEMBERS, description="Owners per expert, capacity permitting.")
 
 
 class MergeConfig(Section):
@@ -194,11 +194,12 @@ class SyncConfig(Section):
         "to check that they were trained (`admission: open` only). Each costs its auditor as many steps, all of them at most "
         "ten times this share of its own. 0: none.")
     min_peers: Count = Field(
-        1, description="Trainers required before the first round is planned; with `admission: open`, the owner must vouch for "
-        "one of them, and only rounds with work of such trainers advance the schedule. 0 (only there): strangers suffice.")
+        1, le=MAX_MEMBERS, description="Trainers required before the first round is planned; with `admission: open`, the owner "
+        "must vouch for one of them, and only rounds with work of such trainers advance the schedule. 0 (only there): "
+        "strangers suffice.")
     join_grace_s: NonNegative = Field(
         5.0, description="Seconds that the first round waits for more trainers once min_peers are present.")
-    silence_s: PositiveNumber = Field(
+    silence_s: Annotated[float, Field(strict=True, ge=1)] = Field(
         10.0, description="Seconds of silence after which a peer counts as lost. Heartbeats adapt the bound downwards.")
     reform_after_s: PositiveNumber = Field(
         60.0, description="Seconds without a majority of the electors, or without a peer that has the newest base, after which "

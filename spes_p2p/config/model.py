@@ -11,7 +11,7 @@ from pydantic import Discriminator, Field, Tag, field_validator, model_validator
 
 from spes_p2p.config.problems import broken_rule
 from spes_p2p.config.section import Section, require
-from spes_p2p.config.types import Count, NonNegative, PositiveNumber, Whole
+from spes_p2p.config.types import Count, NonNegative, PositiveNumber, Seed
 from spes_p2p.errors import UserError
 from spes_p2p.messages.fields import MAX_EXPERTS, MAX_LAYERS
 
@@ -48,10 +48,10 @@ class _Common(Section):
     moe_low_rank: Count = Field(
         0, description="Rank of a low-rank term added to each expert's matrices. It is a shared weight, so all peers "
         "train it; export folds it into the experts. 0 disables it; otherwise a multiple of 8.")
-    seed: Whole = Field(0, description="Seed of the initial weights, which the bootstrap peer creates once.")
-    init_cutoff_factor: PositiveNumber | None = Field(
-        None, description="Draw initial matrices from a normal distribution that is cut off at this many standard deviations "
-        "(SPES: 3). Default: not cut off.")
+    seed: Seed = Field(0, description="Seed of the initial weights, which the bootstrap peer creates once.")
+    init_cutoff_factor: Annotated[float, Field(strict=True, ge=0.1)] | None = Field(
+        None, description="Draw initial matrices from a normal distribution that is cut off at this many standard "
+        "deviations (SPES: 3). Default: not cut off.")
 
     @model_validator(mode="after")
     def _check_rank(self) -> _Common:

@@ -12,7 +12,7 @@ from spes_p2p.config.addresses import is_host
 from spes_p2p.config.problems import broken_rule
 from spes_p2p.messages.fields import LONGEST_NAME, LONGEST_WORD, is_display_name
 
-Whole = Annotated[int, Field(strict=True)]
+Seed = Annotated[int, Field(strict=True, ge=-(10**18), le=10**18)]
 Count = Annotated[int, Field(strict=True, ge=0)]
 Positive = Annotated[int, Field(strict=True, gt=0)]
 Fraction = Annotated[float, Field(strict=True, ge=0, le=1)]
@@ -43,6 +43,10 @@ def _is_multiaddr(address: str) -> bool:
     return match is not None and int(match[4]) <= 65535 and is_host(match[1], match[2])
 
 
+_NOBODY_DIALS = re.compile(r"/ip4/0\.0\.0\.0/|/ip6/::/|/\w+/[^/]+/\w+/0+(/|\Z)")
+"""Every interface, or any free port."""
+
+
 def _auto_or_positive(value: object) -> object:
     number = int(value) if isinstance(value, str) and value.isdecimal() else value
     if number == "auto" or (isinstance(number, int) and not isinstance(number, bool) and number > 0):
@@ -67,7 +71,7 @@ DisplayName = Annotated[str, checked(
 Multiaddr = Annotated[str, checked("must be a multiaddress such as /ip4/0.0.0.0/tcp/31337", _is_multiaddr)]
 DialledAddr = Annotated[str, checked(
     "must be a multiaddress at which others reach this machine, such as /ip4/203.0.113.7/tcp/31337",
-    lambda address: _is_multiaddr(address) and not address.startswith(("/ip4/0.0.0.0/", "/ip6/::/")))]
+    lambda address: _is_multiaddr(address) and not _NOBODY_DIALS.match(address))]
 IPAddress = Annotated[str, checked(
     "must be an address of this machine such as 127.0.0.1, or 0.0.0.0 for all of them",
     lambda host: is_host("ip6" if ":" in host else "ip4", host))]
