@@ -25,10 +25,6 @@ class FileServer:
     asked: list[tuple[str, int, int]] = field(default_factory=list)
     """(path, start, stop) of the ranges sent, or begun."""
 
-    def bytes_read(self, path: str) -> int:
-        """End of the farthest range that was asked for."""
-        return max((stop for asked, _, stop in self.asked if asked == path), default=0)
-
 
 @contextlib.contextmanager
 def file_server(files: dict[str, bytes]) -> Iterator[FileServer]:

@@ -31,7 +31,7 @@ def synthetic_swarm(peers: int, experts: int, rounds: int, total_rounds: int = 4
     owners = tuple((ids[expert * peers // experts] if peers <= experts else ids[expert],) for expert in range(experts))
     speeds = {peer: rng.uniform(9_000, 15_000) * (0.6 if peer == ids[-1] else 1.0) for peer in ids}
     records = [
-        replace(_record(number, ids[0], now, rounds, peers, total_rounds, rng), contributions=tuple(
+        replace(_record(number, ids[0], now, rounds, peers, rng), contributions=tuple(
             Contribution(peer, 163_840 if number else 0, 20 * max(1, experts // peers)) for peer in ids
         ))
         for number in range(rounds + 1)
@@ -44,9 +44,7 @@ def synthetic_swarm(peers: int, experts: int, rounds: int, total_rounds: int = 4
     return Synthetic([*statuses, server], records, by_peer, totals_of(records), now)
 
 
-def _record(
-    number: int, teller: str, now: float, rounds: int, peers: int, total_rounds: int, rng: random.Random
-) -> RoundRecord:
+def _record(number: int, teller: str, now: float, rounds: int, peers: int, rng: random.Random) -> RoundRecord:
     loss = 2.3 + 7.8 / (1 + number / 9) ** 0.7 + rng.gauss(0, 0.02)
     return RoundRecord(
         round=number, campaign_step=20 * number, tokens=163_840 * peers if number else 0, total_tokens=163_840 * peers * number,

@@ -55,6 +55,11 @@ def audited_swarm(strangers: str, vouched: str = "ABC", **sync: Any) -> VirtualS
     return swarm
 
 
+def is_proven(swarm: VirtualSwarm, peer: str) -> bool:
+    log = swarm.nodes["W"].log
+    return is_past_probation(log.services(log.round).get(peer, NO_SERVICE), needs_audit=True)
+
+
 class Steady(RecordingTrainer):
     """Steps agree: each makes the weights a little smaller, which is what the held-out loss wants."""
 
@@ -203,9 +208,7 @@ async def test_a_stranger_past_probation_that_reverses_the_common_step_is_audite
     monkeypatch.setattr(Judge, "harmful", lambda self, plan: ("router", "shared") if lies[0] else ())
     swarm.start_all("ABXY")
     log = swarm.nodes["W"].log
-    await swarm.until(
-        lambda: all(is_past_probation(log.services(log.round).get(peer, NO_SERVICE), needs_audit=True) for peer in "XY")
-    )
+    await swarm.until(lambda: all(is_proven(swarm, peer) for peer in "XY"))
     lies[0], number = True, log.round
     await swarm.until(lambda: not all(each.passed for each in audits(swarm, "X")))
     found = [decided.commit for decided in log.since(number)]
@@ -228,19 +231,15 @@ async def test_who_sends_nothing_that_can_be_audited_is_on_probation(monkeypatch
     swarm = audited_swarm("XY", vouched="A")
     swarm.start_all("AXY")
     log = swarm.nodes["W"].log
-
-    def is_proven(peer: str) -> bool:
-        return is_past_probation(log.services(log.round).get(peer, NO_SERVICE), needs_audit=True)
-
-    await swarm.until(lambda: is_proven("X") and is_proven("Y"))
+    await swarm.until(lambda: all(is_proven(swarm, peer) for peer in "XY"))
     withholds[0], number = True, log.round
     await swarm.until_round(number + 4)
-    assert not is_proven("X")
-    assert is_proven("Y")
+    assert not is_proven(swarm, "X")
+    assert is_proven(swarm, "Y")
     assert {each.commit.members[i] for each in log.since(number) for i in each.commit.withholding} == {"X"}
     assert not any(commit.commit.withholding for commit in log.since(0) if commit.commit.round <= number)
     withholds[0] = False
-    await swarm.until(lambda: is_proven("X"))
+    await swarm.until(lambda: is_proven(swarm, "X"))
     swarm.assert_same_commits()
 
 
@@ -259,7 +258,7 @@ async def test_who_says_that_it_trained_no_shared_weights_contributes_to_no_expe
     swarm = audited_swarm("XY", vouched="A")
     swarm.start_all("AXY")
     log = swarm.nodes["W"].log
-    await swarm.until(lambda: is_past_probation(log.services(log.round).get("X", NO_SERVICE), needs_audit=True))
+    await swarm.until(lambda: is_proven(swarm, "X"))
     lies[0], number = True, log.round
     await swarm.until_round(number + 4)
     plan = swarm.peers["A"].replica.base.plan
@@ -276,12 +275,7 @@ async def test_strangers_past_probation_keep_their_experts_while_the_vouched_tra
     swarm = audited_swarm("XY", vouched="A")
     swarm.start_all("AXY")
     log = swarm.nodes["W"].log
-
-    def are_proven() -> bool:
-        services = log.services(log.round)
-        return all(is_past_probation(services.get(peer, NO_SERVICE), needs_audit=True) for peer in "XY")
-
-    await swarm.until(are_proven)
+    await swarm.until(lambda: all(is_proven(swarm, peer) for peer in "XY"))
     await swarm.until_round(log.round + 2)
     swarm.kill("A")
     away = log.round + 2

@@ -157,11 +157,6 @@ def of_any_round(farewells: Iterable[Farewell], commit: Commit, identity: Identi
     return tuple(f for f in farewells if identity.verify(f.elector, farewell_message(f.parent), f.signature))
 
 
-def highest_forgotten(granted: Iterable[Promise]) -> Commit | None:
-    accepted = [(promise.accepted_ballot, promise.accepted) for promise in granted if promise.accepted_ballot is not None]
-    return min(accepted, key=lambda pair: pair[0])[1] if accepted else None
-
-
 def vote_on_an_earlier_round(self: Acceptor) -> None:
     commit, votes = self._log.last, self.votes
     if (commit.term, commit.round + 1) < (votes.term, votes.round):

@@ -6,6 +6,7 @@ import asyncio
 from dataclasses import replace
 
 import pytest
+from test_control import finish
 
 from spes_p2p.consensus.control import is_banned, rollback_commit, signed
 from spes_p2p.errors import Refused, UserError
@@ -47,13 +48,6 @@ async def ban(swarm: VirtualSwarm, victim: str, number: int = 1) -> tuple[int, a
     }
     (round_number,) = found
     return round_number, life
-
-
-async def finish(swarm: VirtualSwarm) -> None:
-    await swarm.until_finished()
-    swarm.assert_same_commits()
-    swarm.assert_replicas_agree()
-    assert all(peer.finished for peer in swarm.peers.values())
 
 
 @pytest.mark.sampled(2)

@@ -31,9 +31,9 @@ def trained(steps: int) -> SyntheticTrainer:
 def test_a_kill_between_checkpoint_and_base_leaves_those_of_the_base_on_disk(jump: int) -> None:
     store, ledger = MemoryStore(), Ledger(LAYOUT, RANGES, codecs("none"))
     before, after = trained(3), trained(5)
-    first = take_checkpoint(store, before, ledger, LAYOUT, BASE, "commit 4", 4, None)
+    first = take_checkpoint(store, before, ledger, BASE, "commit 4", 4, None)
     write_checkpoint(first)
-    write_checkpoint(take_checkpoint(store, after, ledger, LAYOUT, BASE, f"commit {4 + jump}", 4 + jump, first.name))
+    write_checkpoint(take_checkpoint(store, after, ledger, BASE, f"commit {4 + jump}", 4 + jump, first.name))
     for commit, number, trainer in (("commit 4", 4, before), (f"commit {4 + jump}", 4 + jump, after)):
         again = SyntheticTrainer(LAYOUT, BASE, (0,), 32, 1.0, seed=1)
         assert load_checkpoint(store, again, Ledger(LAYOUT, RANGES, codecs("none")), LAYOUT, commit, number) is not None
@@ -49,7 +49,7 @@ def test_what_another_checkpoint_lacks_is_said_as_it_is(
     commit: str, owned: tuple[int, ...], number: int, told: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     store, ledger = MemoryStore(), Ledger(LAYOUT, RANGES, codecs("none"))
-    write_checkpoint(take_checkpoint(store, trained(3), ledger, LAYOUT, BASE, "commit 4", 4, None))
+    write_checkpoint(take_checkpoint(store, trained(3), ledger, BASE, "commit 4", 4, None))
     again = SyntheticTrainer(LAYOUT, BASE, owned, 32, 1.0, seed=1)
     load_checkpoint(store, again, Ledger(LAYOUT, RANGES, codecs("none")), LAYOUT, commit, number)
     assert caplog.messages == [f"{told}: continuing from the base with the moments of round 4"]

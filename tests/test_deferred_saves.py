@@ -162,7 +162,7 @@ def with_moments(value: float) -> WithMoments:
 def kept(store: MemoryStore, value: float, round_number: int, before: str | None, steps: int = 0) -> str:
     ledger, base = Ledger(LAYOUT, RANGES, codecs("none")), np.zeros(LAYOUT.size, np.float32)
     trainer, commit = with_moments(value), f"c{round_number}"
-    checkpoint = take_checkpoint(store, trainer, ledger, LAYOUT, base, commit, round_number, before, steps)
+    checkpoint = take_checkpoint(store, trainer, ledger, base, commit, round_number, before, steps)
     write_checkpoint(checkpoint)
     return checkpoint.name
 

@@ -79,15 +79,18 @@ def test_a_vouched_member_that_is_late_in_every_round_holds_up_all_rounds_togeth
     assert late_s < 1.06 * clean_s
 
 
-PART_S, SLOW_BYTES_PER_S = 1.0, 2000.0
+SLOW_BYTES_PER_S = 2000.0
 
 
 class ThinLine(Tamper):
     """Each part takes its time, and everything else none."""
 
+    def __init__(self, part_s: float):
+        self._part_s = part_s
+
     async def send(self, frame: Frame) -> Frame:
         if frame.kind == Kind.PART:
-            await asyncio.sleep(PART_S)
+            await asyncio.sleep(self._part_s)
         return frame
 
 
@@ -100,7 +103,7 @@ async def test_a_vouched_member_on_a_slow_line_that_it_announces_is_in_each_roun
         *(TensorSpec(f"experts.{e}.gate_up_proj", (1000,), "expert", 0, e) for e in range(4)),
     ])
     swarm = VirtualSwarm(campaign(10**6, sync={"min_peers": len(VOUCHED)}), layout=layout)
-    swarm.around["X"] = lambda world: tampered(Liar(world, swarm.campaign.config), ThinLine())
+    swarm.around["X"] = lambda world: tampered(Liar(world, swarm.campaign.config), ThinLine(1.0))
     swarm.start_all(VOUCHED)
     swarm.nodes["X"].endpoint.upload = Throughput(SLOW_BYTES_PER_S)
     await swarm.until(lambda: swarm.round_of("A") >= 12, 5000.0)

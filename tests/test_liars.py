@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from spes_p2p.consensus.acceptor import read_votes
 from spes_p2p.consensus.electorate import coordinator_order
-from spes_p2p.consensus.output import VOTES
+from spes_p2p.consensus.output import VOTES, Identity
 from spes_p2p.consensus.proposer import Proposer, ProposerState, Send
 from spes_p2p.consensus.signed import read_signed, sign
 from spes_p2p.errors import Refused
@@ -22,7 +22,6 @@ from spes_p2p.messages.codec import pack
 from spes_p2p.messages.consensus import Commit, Signed
 from spes_p2p.messages.methods import ACCEPT
 from spes_p2p.messages.rounds import Announcement, Evidence, Ping, Proposal, Staged
-from spes_p2p.net.interfaces import Identity
 from spes_p2p.net.rpc import RpcEndpoint
 from spes_p2p.observe.events import RoundFailed
 from spes_p2p.peer import coordinator

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from test_late_members import ThinLine
 
 from spes_p2p.errors import Refused
 from spes_p2p.messages.codec import pack
@@ -258,20 +259,11 @@ async def test_a_coordinator_whose_electors_are_away_is_not_given_up() -> None:
         assert not any(patience.skips(node.peer_id) for node in swarm.nodes.values())
 
 
-PART_S, SLOW_BYTES_PER_S = 1.5, 2000.0
+SLOW_BYTES_PER_S = 2000.0
 WIDE = Layout([
     TensorSpec("embed", (60_000,), "shared"),
     *(TensorSpec(f"experts.{e}.gate_up_proj", (1000,), "expert", 0, e) for e in range(4)),
 ])
-
-
-class Dawdling(Tamper):
-    """A thin line: each part takes its time, and everything else none."""
-
-    async def send(self, frame: Frame) -> Frame:
-        if frame.kind == Kind.PART:
-            await asyncio.sleep(PART_S)
-        return frame
 
 
 async def slow_swarm(monkeypatch: pytest.MonkeyPatch, attacker: Tamper | None = None) -> VirtualSwarm:
@@ -281,7 +273,7 @@ async def slow_swarm(monkeypatch: pytest.MonkeyPatch, attacker: Tamper | None = 
     names = HONEST + ("X" if attacker is not None else "")
     swarm = VirtualSwarm(campaign(total_steps=10**6, sync={"min_peers": len(names)}), layout=WIDE)
     for name in HONEST:
-        swarm.around[name] = lambda world: tampered(Liar(world, swarm.campaign.config), Dawdling())
+        swarm.around[name] = lambda world: tampered(Liar(world, swarm.campaign.config), ThinLine(1.5))
     if attacker is not None:
         swarm.around["X"] = lambda world: tampered(Liar(world, swarm.campaign.config), attacker)
     swarm.start_all(names)

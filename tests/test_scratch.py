@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from counting_text import CountingText
 from exchange_round import Round, codecs, make_plan_of, member, random_updates
 from model_shapes import tiny_campaign, tiny_model
 
@@ -65,7 +66,7 @@ def test_a_round_takes_no_memory_for_what_was_trained(tmp_path: Path) -> None:
     _, took["settle"] = memory_of(ledger.settle, trainer, base, base + np.float32(1), accepted)
     set_aside, took["set aside"] = memory_of(ledger.stash_pending, trainer, base)
     _, took["put back"] = memory_of(ledger.restore_pending, trainer, set_aside)
-    checkpoint, took["checkpoint"] = memory_of(take_checkpoint, store, trainer, ledger, LAYOUT, base, "commit", 1, None)
+    checkpoint, took["checkpoint"] = memory_of(take_checkpoint, store, trainer, ledger, base, "commit", 1, None)
     _, took["write it"] = memory_of(write_checkpoint, checkpoint)
     again = SyntheticTrainer(LAYOUT, base, (0, 1), 32, 1.0, seed=0)
     _, took["restore it"] = memory_of(load_checkpoint, store, again, ledger, LAYOUT, "commit", 1)
@@ -73,27 +74,15 @@ def test_a_round_takes_no_memory_for_what_was_trained(tmp_path: Path) -> None:
     assert max(took.values()) < ALLOWED, took
 
 
-class Text:
-    """Ones."""
-
-    num_samples = 100
-
-    def read(self, interval: Interval) -> np.ndarray:
-        return np.ones((len(interval), 16), np.int64)
-
-    def read_spread(self, count: int) -> np.ndarray:
-        return np.ones((count, 16), np.int64)
-
-
 def test_the_real_trainer_takes_and_gives_weights_and_moments_piece_by_piece(tmp_path: Path) -> None:
     """Its own tensors are not counted here."""
     base, store = np.zeros(LAYOUT.size, np.float32), DirectoryStore(tmp_path)
     base.flags.writeable = False
     ledger = Ledger(LAYOUT, part_ranges(LAYOUT, CODECS, PART_BYTES), CODECS, store.scratch)
-    trainers = [TorchTrainer(tiny_campaign(MODEL), base, (0, 1), Text()) for _ in range(2)]
+    trainers = [TorchTrainer(tiny_campaign(MODEL), base, (0, 1), CountingText()) for _ in range(2)]
     trainers[0].train(replace(PHASE, slices=(Interval(0, 0, 4),)), lambda: False, lambda done, speed: None)
     took: dict[str, int] = {}
-    checkpoint, took["checkpoint"] = memory_of(take_checkpoint, store, trainers[0], ledger, LAYOUT, base, "commit", 1, None)
+    checkpoint, took["checkpoint"] = memory_of(take_checkpoint, store, trainers[0], ledger, base, "commit", 1, None)
     write_checkpoint(checkpoint)
     _, took["set all weights"] = memory_of(trainers[0].load_base, base)
     assert 4 * LAYOUT.by_name["model.embed_tokens.weight"].spec.size > 1.5 * 4 * COPY_ELEMENTS

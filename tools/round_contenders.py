@@ -156,10 +156,11 @@ async def live(
 ) -> None:
     """Run a trainer, or the bootstrap peer, until it leaves. `report(peer, event)` is called for each event."""
     from spes_p2p.campaign.genesis import make_genesis, save_base_0
+    from spes_p2p.consensus.output import Identity
     from spes_p2p.messages.codec import pack, unpack
     from spes_p2p.messages.consensus import Commit
     from spes_p2p.net.interface_bytes import sent_by_interfaces
-    from spes_p2p.net.interfaces import Identity, World
+    from spes_p2p.net.interfaces import World
     from spes_p2p.net.libp2p import start_libp2p
     from spes_p2p.net.limits import Line
     from spes_p2p.peer.announcing import NOTHING_TO_TRAIN, Capacity

@@ -104,14 +104,8 @@ def signed(control: Control, identity: Identity) -> Control:
     return replace(control, signature=identity.sign(_message(control)))
 
 
-def rollback_commit(parent: Commit, control: Control, digest: str, step: int) -> Commit:
-    """Return the commit that goes back to an earlier base: no work is exchanged, and all electors stay but the banned ones.
-
-    `digest`, `step`: of that base. Tokens and data cursor are not reset, so no sample is trained twice. When every elector is
-    banned, all stay: nobody else could decide the next round.
-    """
-    seats = tuple(zip(parent.electorate, parent.incarnations, strict=True))
-    seats = tuple(seat for seat in seats if not is_banned(control, seat[0])) or seats
+def without_plan(parent: Commit) -> Commit:
+    """Return the commit after `parent` of a round in which no work is exchanged; all else is as in `parent`."""
     return replace(
         parent,
         round=parent.round + 1,
@@ -119,13 +113,7 @@ def rollback_commit(parent: Commit, control: Control, digest: str, step: int) ->
         plan="",
         roots=(),
         dropped=(),
-        base_digest=digest,
-        step=step,
-        electorate=tuple(elector for elector, _ in seats),
-        incarnations=tuple(incarnation for _, incarnation in seats),
         lost=(),
-        control=control,
-        excluded=still_excluded(parent, control),
         heard=(),
         workloads=(),
         rejected=(),
@@ -135,6 +123,25 @@ def rollback_commit(parent: Commit, control: Control, digest: str, step: int) ->
         drawn=(),
         suspected=(),
         withholding=(),
+    )
+
+
+def rollback_commit(parent: Commit, control: Control, digest: str, step: int) -> Commit:
+    """Return the commit that goes back to an earlier base: no work is exchanged, and all electors stay but the banned ones.
+
+    `digest`, `step`: of that base. Tokens and data cursor are not reset, so no sample is trained twice. When every elector is
+    banned, all stay: nobody else could decide the next round.
+    """
+    seats = tuple(zip(parent.electorate, parent.incarnations, strict=True))
+    seats = tuple(seat for seat in seats if not is_banned(control, seat[0])) or seats
+    return replace(
+        without_plan(parent),
+        base_digest=digest,
+        step=step,
+        electorate=tuple(elector for elector, _ in seats),
+        incarnations=tuple(incarnation for _, incarnation in seats),
+        control=control,
+        excluded=still_excluded(parent, control),
     )
 
 

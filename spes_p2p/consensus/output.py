@@ -36,14 +36,14 @@ class Output(Generic[T]):
 
 
 class Identity(Protocol):
-    """A peer's key pair. Its id is derived from the public key."""
+    """A peer's key pair. Its id is derived from the public key, so a signature proves who signed."""
 
     @property
     def peer_id(self) -> str:
-        """The id of this peer."""
+        """The id of this peer, which the transport uses too."""
 
     def sign(self, message: bytes) -> bytes:
-        """Sign a message."""
+        """Return a signature that carries whatever `verify` needs."""
 
     def verify(self, peer_id: str, message: bytes, signature: bytes) -> bool:
         """Return whether `peer_id` signed exactly this message."""

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from spes_p2p.consensus.control import without_plan
 from spes_p2p.consensus.electorate import quorum
 from spes_p2p.messages.consensus import Commit
 
@@ -25,26 +26,11 @@ def reform_commit(parent: Commit, term: int, helper: str, incarnation: str, excl
     `incarnation`: the owner's. `excluded`: those of the parent, and electors that decided a round twice.
     """
     return replace(
-        parent,
+        without_plan(parent),
         term=term,
-        round=parent.round + 1,
-        parent=parent.id,
-        plan="",
-        roots=(),
-        dropped=(),
         base_digest="",
         members=(),
-        heard=(),
-        workloads=(),
-        rejected=(),
-        verdicts=(),
-        convicted=(),
-        disputed=(),
         vouched=(),
-        drawn=(),
-        lost=(),
-        suspected=(),
-        withholding=(),
         owners=((),) * len(parent.owners),
         electorate=(helper,),
         incarnations=(incarnation,),

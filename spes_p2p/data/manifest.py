@@ -6,7 +6,6 @@ from peers (`content/tokens.py`) or from the URL where a file is published (`url
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -116,11 +115,6 @@ class Manifest:
         if not self.sources:
             del content["sources"]
         return json.dumps(content, indent=1) + "\n"
-
-    @property
-    def sha256(self) -> str:
-        """Hex digest of `to_json`."""
-        return hashlib.sha256(self.to_json().encode()).hexdigest()
 
     @staticmethod
     def from_json(text: str | bytes, where: str) -> Manifest:

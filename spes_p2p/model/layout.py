@@ -7,7 +7,6 @@ weighted and owned as a whole.
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -158,12 +157,6 @@ class Layout:
     @cached_property
     def _groups_by_name(self) -> dict[str, Group]:
         return {g.name: g for g in self.groups}
-
-    @cached_property
-    def digest(self) -> str:
-        """Hex sha256 of names, shapes and positions: peers with different layouts must not exchange parts."""
-        text = "\n".join(f"{t.spec.name} {t.spec.shape} {t.spec.kind} {t.start}" for t in self.tensors)
-        return hashlib.sha256(text.encode()).hexdigest()
 
 
 def check_size(layout: Layout) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
+from spes_p2p.consensus.output import Identity
 from spes_p2p.messages.framing import Kind, Message
 from spes_p2p.messages.methods import OLDEST_PROTOCOL, PROTOCOL_VERSION
 from spes_p2p.net.limits import UNLIMITED, Line
@@ -99,20 +100,6 @@ class Registry(Protocol):
 
     async def get(self, key: str) -> dict[str, bytes]:
         """All living values under key, by the peer that wrote them."""
-
-
-class Identity(Protocol):
-    """A peer's key pair. Its id is derived from the public key, so a signature proves who signed."""
-
-    @property
-    def peer_id(self) -> str:
-        """The id that the transport uses too."""
-
-    def sign(self, message: bytes) -> bytes:
-        """A signature that carries whatever `verify` needs."""
-
-    def verify(self, peer_id: str, message: bytes, signature: bytes) -> bool:
-        """Did `peer_id` sign exactly this message?"""
 
 
 @dataclass(frozen=True)

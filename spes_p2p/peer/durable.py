@@ -8,10 +8,9 @@ from collections.abc import Sequence
 from typing import TypeVar
 
 from spes_p2p.consensus.acceptor import IsValid, fresh_votes, read_votes
-from spes_p2p.consensus.output import CONTROL, LOG, VOTES, Output, Write
+from spes_p2p.consensus.output import CONTROL, LOG, VOTES, Identity, Output, Write
 from spes_p2p.consensus.participant import Files, Participant
 from spes_p2p.messages.consensus import Commit, Milestone
-from spes_p2p.net.interfaces import Identity
 from spes_p2p.storage.interfaces import Store
 from spes_p2p.storage.store import frame_record, parse_records
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 from collections.abc import Callable, Mapping
 from functools import partial
 
@@ -30,8 +29,6 @@ from spes_p2p.rounds.gate import (
     suspects,
 )
 from spes_p2p.rounds.results import Results
-
-logger = logging.getLogger(__name__)
 
 JUDGING_SILENCES = 0.5
 """Bounds the time of a judgement, in multiples of `silence_s`: the coordinator waits longer than that for slow members."""

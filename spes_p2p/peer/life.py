@@ -62,7 +62,6 @@ class Peer:
         `status` is what a status call gets. `leave`: what `leave` makes, where others wait for it too.
         """
         self.node = node
-        self.layout = layout
         self.replica = Replica(node, layout, observer, base_in_memory, checkpoint_every_s, arrays_in_memory)
         self._make_trainer = make_trainer
         self._observer = observer

@@ -34,7 +34,7 @@ class OwnWork:
         self.residuals = ReducerResiduals(scratch)
         self.sent_update_lost = False
         """Set by a restart: a round may include an encoded update that this peer no longer has."""
-        self._peer_id, self._layout = peer_id, layout
+        self._peer_id = peer_id
 
     def announce(self, base: np.ndarray, is_last: bool = False) -> None:
         """Take all pending work as the update of the next round, which may be the campaign's last."""
@@ -60,7 +60,7 @@ class OwnWork:
         """
         assert self.trainer is not None
         return take_checkpoint(
-            store, self.trainer, self.ledger, self._layout, base.values, base.commit, base.round, before, steps, is_announced
+            store, self.trainer, self.ledger, base.values, base.commit, base.round, before, steps, is_announced
         )
 
     def moments(self, store: Store, base: Base, before: str | None) -> Checkpoint:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import math
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -21,8 +20,6 @@ from spes_p2p.messages.rounds import Ping, Pong
 from spes_p2p.peer.node import Node
 from spes_p2p.rounds.stragglers import MAX_PATIENCE
 from spes_p2p.rounds.traffic import SHORTEST_LIMIT_S
-
-logger = logging.getLogger(__name__)
 
 ALLOWANCE = 8
 """Multiples of `silence_s` that an honest coordinator needs beside what it waits for. Before a proposal: peers that do not

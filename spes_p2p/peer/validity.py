@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import logging
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
@@ -37,8 +36,6 @@ from spes_p2p.rounds.plan import Rules
 from spes_p2p.rounds.planned import Plan
 from spes_p2p.rounds.proposal import derive_plan
 from spes_p2p.rounds.results import Results
-
-logger = logging.getLogger(__name__)
 
 
 class Validity:

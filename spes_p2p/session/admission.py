@@ -18,11 +18,11 @@ from spes_p2p.consensus.admission import (
     utc,
 )
 from spes_p2p.consensus.commit_log import CommitLog
+from spes_p2p.consensus.output import Identity
 from spes_p2p.errors import Refused, UserError
 from spes_p2p.messages.admission import Invitation, Standing
 from spes_p2p.messages.consensus import Commit
 from spes_p2p.messages.presence import Probation
-from spes_p2p.net.interfaces import Identity
 from spes_p2p.rounds.audits import can_be_audited
 
 logger = logging.getLogger(__name__)

@@ -65,8 +65,8 @@ def checkpoint_names(round_number: int) -> tuple[str, str]:
 
 
 def take_checkpoint(
-    store: Store, trainer: Trainer, ledger: LedgerState, layout: Layout, base: np.ndarray, commit: str, round_number: int,
-    kept: str | None, steps: int = 0, is_announced: bool = False,
+    store: Store, trainer: Trainer, ledger: LedgerState, base: np.ndarray, commit: str, round_number: int, kept: str | None,
+    steps: int = 0, is_announced: bool = False,
 ) -> Checkpoint:
     """Write a draft of moments, ledger and `local - base` of every trained group, relative to the base of this commit.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -24,8 +23,6 @@ from spes_p2p.observe.json_values import to_json
 from spes_p2p.observe.rounds import Rounds, totals_of
 from spes_p2p.observe.swarm_status import gather, slow_lines
 from spes_p2p.observe.units import counted
-
-logger = logging.getLogger(__name__)
 
 LOOK_EVERY_S = 1.0
 """Poll interval in a swarm of up to PEERS_PER_SECOND peers; larger swarms are polled less often."""

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
@@ -67,16 +67,13 @@ class Notices:
         return sorted(told, key=lambda notice: notice.alert.kind)
 
 
-async def post_alerts(
-    url: str, published: Published, notices: Notices | None = None, retry_s: float = RETRY_S,
-    wall_time: Callable[[], float] = time.time,
-) -> None:
+async def post_alerts(url: str, published: Published, notices: Notices | None = None, retry_s: float = RETRY_S) -> None:
     """Post until cancelled. What the URL does not take is kept and posted again after `retry_s`; the log says so once."""
     notices, waiting = notices or Notices(), deque[dict[str, Any]](maxlen=MAX_WAITING)
     post_at, failing = 0.0, False
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=TIMEOUT_S)) as session:
         while True:
-            waiting.extend(_document(each, published, wall_time()) for each in notices.update(published.alerts, wall_time()))
+            waiting.extend(_document(each, published, time.time()) for each in notices.update(published.alerts, time.time()))
             while waiting and time.monotonic() >= post_at:
                 problem = await _post(session, url, waiting[0])
                 if problem is None:

@@ -12,6 +12,7 @@ from typing import Any, cast
 
 from spes_p2p.consensus.certificate import vote_message
 from spes_p2p.consensus.electorate import incarnations_of
+from spes_p2p.consensus.output import Identity
 from spes_p2p.consensus.signed import read_signed, sign
 from spes_p2p.errors import PeerUnreachable
 from spes_p2p.messages.codec import pack, unpack
@@ -29,7 +30,7 @@ from spes_p2p.messages.consensus import (
 from spes_p2p.messages.framing import Kind
 from spes_p2p.messages.methods import ACCEPT, PING, PREPARE, ROUND
 from spes_p2p.messages.rounds import Announcement, Evidence, Pong, Proposal, Staged
-from spes_p2p.net.interfaces import Channel, Handler, Identity, World
+from spes_p2p.net.interfaces import Channel, Handler, World
 from spes_p2p.testing.attacks.tamper import Liar, Tamper, changed, tampered
 from spes_p2p.testing.memory_state import Frame
 from spes_p2p.testing.wrapped import Wrapped

@@ -10,13 +10,14 @@ from typing import cast
 
 import numpy as np
 
+from spes_p2p.consensus.output import Identity
 from spes_p2p.messages.codec import pack, unpack
 from spes_p2p.messages.consensus import Signed
 from spes_p2p.messages.content import SnapshotInfo
 from spes_p2p.messages.framing import Kind
 from spes_p2p.messages.methods import PULL, PUSH, ROUND, SNAPSHOT
 from spes_p2p.messages.rounds import Pushed
-from spes_p2p.net.interfaces import Identity, World
+from spes_p2p.net.interfaces import World
 from spes_p2p.peer.kept_inputs import Input
 from spes_p2p.peer.part_frames import INDEX_BYTES, WEIGHT_BYTES
 from spes_p2p.peer.reducer import EncodedMean, Reducer

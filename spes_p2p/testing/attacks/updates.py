@@ -8,13 +8,14 @@ from typing import Any
 
 import numpy as np
 
+from spes_p2p.consensus.output import Identity
 from spes_p2p.consensus.signed import read_signed, sign
 from spes_p2p.messages.consensus import Signed
 from spes_p2p.messages.framing import Kind
 from spes_p2p.messages.methods import ROUND
 from spes_p2p.messages.rounds import Announcement
 from spes_p2p.model.layout import Group
-from spes_p2p.net.interfaces import Identity, World
+from spes_p2p.net.interfaces import World
 from spes_p2p.testing.attacks.tamper import Liar, Tamper, changed, tampered
 from spes_p2p.testing.memory_state import Frame
 from spes_p2p.training.interface import Phase, PhaseReport, Trainer
