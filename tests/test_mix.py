@@ -185,7 +185,7 @@ def test_one_source_twice_is_refused(made: Path) -> None:
 @pytest.mark.parametrize(("texts", "message"), [
     (("a:0.5=X", "Y"), "either all files have a name and a weight"),
     (("a:0.5=X", "a:0.6=Y"), "a has weight 0.5 before; give all its files the same"),
-    (("a:0=X",), "must be greater than 0"),
+    (("a:0=Y",), "must be greater than 0"),
     (("a:1=X",), "X: no such file"),
 ])
 def test_texts_that_make_no_mix_leave_no_folder(texts: tuple[str, ...], message: str, tmp_path: Path) -> None:
