@@ -8,11 +8,13 @@ import tracemalloc
 from typing import Any
 
 import pytest
+from moe_families import small_config
 
 from spes_p2p.config.campaign import parse_campaign
 from spes_p2p.config.model import ModelConfig, TransformersModel
 from spes_p2p.errors import UserError
-from spes_p2p.model.build import layout_of, transformers_config
+from spes_p2p.model.build import initial_state, layout_of, transformers_config
+from spes_p2p.model.families import check_family
 from spes_p2p.testing.simulate.swarm import campaign
 
 PUBLISHED = json.loads(campaign().canonical_json())
@@ -59,6 +61,42 @@ def test_sizes_have_maxima(model: dict[str, Any], problem: str) -> None:
 def test_a_model_that_cannot_be_built_is_refused_in_one_line(changes: dict[str, Any], problem: str) -> None:
     with pytest.raises(UserError, match=problem) as raised:
         layout_of(TransformersModel(config={**WHOLE, **changes}))
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "olmoe", "qwen3_moe"])
+@pytest.mark.parametrize(
+    ("changes", "problem"), [
+        ({"num_attention_heads": 1}, "makes no forward pass; check its sizes, heads and dropout: RuntimeError"),
+        ({"num_attention_heads": 3}, "makes no forward pass"),
+        ({"num_key_value_heads": 3}, "makes no forward pass"),
+        ({"head_dim": 3}, "makes no forward pass"),
+        ({"attention_dropout": 2.0}, "dropout probability has to be between 0 and 1, but got 2"),
+        ({"num_attention_heads": 0}, "has no elements; correct the sizes|transformers refuses"),
+        ({"intermediate_size": 0, "moe_intermediate_size": 0}, "has no elements; correct the sizes in its config.json"),
+        ({"hidden_size": 0}, "has no elements|transformers refuses"),
+    ],
+)  # fmt: skip
+def test_sizes_with_which_no_step_can_be_computed_are_refused_in_one_line(
+    family: str, changes: dict[str, Any], problem: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = TransformersModel(config={**json.loads(small_config(family).to_json_string(use_diff=False)), **changes})
+    with pytest.raises(UserError, match=problem) as raised:
+        check_family(model)
+    assert "\n" not in str(raised.value)
+    assert caplog.messages == []
+
+
+@pytest.mark.parametrize(
+    ("deviation", "problem"), [(-0.5, "std >= 0.0, but found std -0.5"), (1e300, "infinite initial values; lower init")]
+)
+@pytest.mark.parametrize("cutoff", [None, 3.0])
+def test_initial_weights_that_cannot_be_drawn_are_refused_in_one_line(
+    deviation: float, problem: str, cutoff: float | None
+) -> None:
+    model = TransformersModel(config={**WHOLE, "initializer_range": deviation}, init_cutoff_factor=cutoff)
+    with pytest.raises(UserError, match=problem) as raised:
+        initial_state(model)
     assert "\n" not in str(raised.value)
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -9,6 +12,7 @@ from spes_p2p.errors import UserError
 from spes_p2p.rounds.archive import NO_ARCHIVE, Archive, archived_rounds, load_archived
 from spes_p2p.rounds.base import Base, load_base
 from spes_p2p.rounds.digest import state_digest
+from spes_p2p.storage.store import DirectoryStore
 from spes_p2p.testing.memory_store import MemoryStore
 from spes_p2p.testing.simulate.swarm import VirtualSwarm, campaign
 
@@ -45,6 +49,16 @@ def test_a_damaged_archive_costs_one_line() -> None:
     store.write("archived-5", [bytes(blob)])
     with pytest.raises(UserError, match="archived-5: cut short or damaged; delete this file"):
         load_archived(store, 5, 10, "run-dir")
+
+
+def test_a_copy_that_the_owner_makes_beside_an_archived_base_is_left_alone(tmp_path: Path) -> None:
+    store = DirectoryStore(tmp_path)
+    for number in (5, 10):
+        Archive(5, 2).file(store, base_of(number))
+    shutil.copy(tmp_path / "archived-5", tmp_path / "archived-5.bak")
+    Archive(5, 2).file(store, base_of(15))
+    assert archived_rounds(store) == [10, 15]
+    assert (tmp_path / "archived-5.bak").is_file()
 
 
 async def test_the_bootstrap_peer_archives_what_all_members_committed() -> None:

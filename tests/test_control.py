@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from spes_p2p.campaign.orders import CampaignView, parse_order, revoked, rollback, unreached
-from spes_p2p.client.owner import _view
+from spes_p2p.client.owner import _accepted, _view
 from spes_p2p.consensus.certificate import vote_message
 from spes_p2p.consensus.commit_log import CommitLog
 from spes_p2p.consensus.control import describe, describe_news, is_rollback, number_of, owner_of, signed
@@ -729,6 +729,20 @@ def test_an_order_believes_certified_commits_and_no_stranger(admission: str, kep
     view = _view(CommitLog(identity, last), identity, swarm.campaign.config, {**known, "X": lie}, "address")
     assert (view.newest, view.applied, view.round, view.step, view.excluded) == (None, None, 5, 50, ())
     assert view.archived == kept
+
+
+def test_an_order_that_only_some_peers_have_beside_another_of_the_same_moment_is_no_success() -> None:
+    swarm, identity = VirtualSwarm(campaign()), SimulatedIdentity("visitor")
+    mine, other, lie = record(swarm, 2), record(swarm, 2, "stopped"), record(swarm, 2, "stopped", signer="X")
+
+    def accepted(*newest: Control | None) -> int:
+        return _accepted(mine, [Known(each, 1, 5, 50, ()) for each in newest], swarm.genesis, identity, "address")
+
+    assert accepted(mine, mine, lie, None, record(swarm, 1), record(swarm, 3)) == 2
+    with pytest.raises(UserError, match="another order 2 was given at the same time, and only one of both takes effect"):
+        accepted(mine, mine, other)
+    with pytest.raises(UserError, match="no peer accepted the order"):
+        accepted(other, None)
 
 
 def test_a_ban_stays_in_later_orders_until_it_is_lifted() -> None:

@@ -234,11 +234,16 @@ def plan(
     A second table has the phase length and codecs that suit lines of several speeds (docs/campaign.md).
     """
     from spes_p2p.config.campaign import load_campaign_config
+    from spes_p2p.config.model import TransformersModel
     from spes_p2p.config.quantities import parse_bytes
 
     memory_bytes, line = parse_bytes(memory, "--memory"), options.line_limit(bandwidth, "--bandwidth")
     assert line is not None
     campaign = load_campaign_config(config)
+    if isinstance(campaign.model, TransformersModel):
+        from spes_p2p.model.families import check_family  # with torch: takes seconds
+
+        check_family(campaign.model)
     from spes_p2p.campaign.lines import LINES_BITS, assumption, paces, seconds_of_a_step
     from spes_p2p.campaign.plan_table import pace_json, plan_json, render_lines, render_plan
     from spes_p2p.campaign.planner import plan_peer

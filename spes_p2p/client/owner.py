@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -52,9 +52,7 @@ async def give_order(addresses: Sequence[str], key: Path, make: MakeControl, spa
         standing = _view(swarm.log, owner, config, known, addresses[0])
         control = signed(make(standing), owner)
         answers = await _ask_all(swarm, control)
-    accepted = sum(answer.newest == control for answer in answers.values())
-    if not accepted:
-        raise UserError(f"{addresses[0]}: no peer accepted the order; check spes-p2p status, then repeat it")
+    accepted = _accepted(control, answers.values(), swarm.genesis, owner, addresses[0])
     news = describe_news(control, standing.newest, standing.round)
     taken_back, late = revoked(control, standing), unreached(control, standing)
     return GivenOrder(control, accepted, len(answers), max(standing.round, 0), news, taken_back, late)
@@ -104,6 +102,18 @@ def _view(log: CommitLog, identity: Identity, config: CampaignConfig, known: Map
         genesis.campaign, owner_of(genesis), config, newest, last.round, last.step, tuple(archived), last.excluded,
         last.control, last.trusted,
     )
+
+
+def _accepted(control: Control, answers: Collection[Known], genesis: Commit, identity: Identity, address: str) -> int:
+    """Return how many peers have the order. Raises UserError if none has, or some have another one of the same number."""
+    accepted = sum(answer.newest == control for answer in answers)
+    if not accepted:
+        raise UserError(f"{address}: no peer accepted the order; check spes-p2p status, then repeat it")
+    newest = [answer.newest for answer in answers if answer.newest is not None and answer.newest != control]
+    if any(other.number == control.number and is_signed(other, genesis, identity) for other in newest):
+        raise UserError(f"{address}: another order {control.number} was given at the same time, and only one of both takes "
+                        "effect; check spes-p2p status after the next round, then repeat what is missing")
+    return accepted
 
 
 async def _ask_all(swarm: SwarmConnection, control: Control | None) -> dict[str, Known]:

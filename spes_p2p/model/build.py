@@ -11,6 +11,7 @@ flat state, too. It is a parameter here that needs no gradient: its updates are 
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 
@@ -67,7 +68,8 @@ def empty_model(model: ModelSection) -> PreTrainedModel:
     config = transformers_config(model)
     config.pad_token_id = None  # a padding id would freeze its row of the embedding
     try:
-        with torch.device("meta"):
+        with torch.device("meta"), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Initializing zero-element tensors")  # `check_family` refuses them
             empty: PreTrainedModel = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config)
     except Exception as error:  # families raise their own types
         raise _refused(model, error) from None
@@ -140,7 +142,7 @@ def initial_state(config: ModelSection, out: State | None = None) -> State:
     """Return base 0, flat float32 `[layout.size]`, in `out` if given: transformers' initialisation with the config's seed.
 
     Only one module is in memory besides the result. Bits differ between machines even for equal seeds, so base 0 is created
-    once and downloaded. Raises UserError for a family some of whose weights get no value.
+    once and downloaded. Raises UserError for a family some of whose weights get no value, or an infinite one.
     """
     model, layout = empty_model(config), layout_of(config)
     state = np.empty(layout.size, np.float32) if out is None else out
@@ -156,9 +158,15 @@ def initial_state(config: ModelSection, out: State | None = None) -> State:
             module.to_empty(device="cpu", recurse=False)
             for parameter in module.parameters(recurse=False):
                 parameter.fill_(torch.nan)
-            model._init_weights(module)
-            if any(parameter.isnan().any() for parameter in module.parameters(recurse=False)):  # its parent gives it values
-                model._init_weights(model.get_submodule(prefix.rpartition(".")[0]))
+            try:
+                model._init_weights(module)
+                if any(parameter.isnan().any() for parameter in module.parameters(recurse=False)):  # its parent gives it values
+                    model._init_weights(model.get_submodule(prefix.rpartition(".")[0]))
+            except (RuntimeError, ValueError) as error:
+                raise _refused(config, error) from None
+            if any(parameter.isinf().any() for parameter in module.parameters(recurse=False)):
+                raise UserError(f"model_type = {config.architecture!r}: transformers gives {prefix} infinite initial values; "
+                                "lower initializer_range")
             if config.init_cutoff_factor is not None:
                 _cut_off(module, config.init_cutoff_factor, model.config.initializer_range)
             for name, parameter in module.named_parameters(prefix, recurse=False):

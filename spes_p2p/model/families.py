@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+import logging
+import warnings
+
+import torch
+import transformers
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensorMode
+from transformers import PreTrainedModel
+
 from spes_p2p.config.model import ModelSection
 from spes_p2p.errors import UserError
 from spes_p2p.model.build import empty_model, layout_of
 from spes_p2p.model.file_format import file_tensors
+from spes_p2p.model.partitioned import expert_blocks
 
 SCALED_LOGITS = (
     "logits_scaling", "logit_scale", "final_logit_softcapping", "logits_mup_width_multiplier", "unpadded_vocab_size",
@@ -16,11 +26,14 @@ RANDOM = ("dropout", "jitter")
 
 
 def check_family(model: ModelSection) -> None:
-    """Raise UserError unless the family's experts, routers, output head and file format are those that training supports."""
+    """Raise UserError unless training supports the family's experts, routers, output head and file format, and sizes fit."""
     empty, layout = empty_model(model), layout_of(model)
     family = f"model_type = {model.architecture!r}"
     if layout.num_experts != model.moe_num_experts:
         raise UserError(f"{family}: its layers have {layout.num_experts} experts, its config.json says {model.moe_num_experts}")
+    without = next((name for name, parameter in empty.named_parameters() if not parameter.numel()), None)
+    if without is not None:
+        raise UserError(f"{family}: {without} has no elements; correct the sizes in its config.json")
     whole_numbers = set(empty.state_dict()) - {name for name, _ in empty.named_parameters(remove_duplicate=False)}
     if whole_numbers:
         raise UserError(f"{family}: has {min(whole_numbers)}, which is not of floating-point numbers; use another family")
@@ -40,6 +53,37 @@ def check_family(model: ModelSection) -> None:
         raise UserError(f"{family} with {changed[0]}: its logits are changed after the output head, which training does not "
                         "support; use another family")
     file_tensors(model)
+    _check_forward(empty, family)
+
+
+def _check_forward(model: PreTrainedModel, family: str) -> None:
+    """Raise UserError unless this model on the meta device makes a forward pass. Computes nothing; replaces its experts."""
+    for name, _ in list(expert_blocks(model)):
+        model.set_submodule(name, _Experts())
+    torchs, verbosity = logging.getLogger("torch._subclasses.fake_tensor"), transformers.logging.get_verbosity()
+    was_disabled, torchs.disabled = torchs.disabled, True  # it logs a traceback of what is refused here in one line
+    transformers.logging.set_verbosity_error()
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True), torch.device("meta"), torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            ids = torch.zeros((1, 2), dtype=torch.int64)
+            model.train().base_model(input_ids=ids, use_cache=False, output_router_logits=True)
+    except DynamicOutputShapeException:
+        pass  # the family's shapes depend on values
+    except Exception as error:  # torch and families raise their own types
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise UserError(f"{family}: its config.json makes no forward pass; check its sizes, heads and dropout: "
+                        f"{reason}") from None
+    finally:
+        torchs.disabled = was_disabled
+        transformers.logging.set_verbosity(verbosity)
+
+
+class _Experts(nn.Module):
+    """Stands for experts, whose number of rows depends on values: the output is as wide as the input."""
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        return hidden_states
 
 
 def check_repeatable(model: ModelSection) -> None:

@@ -36,8 +36,9 @@ NO_ARCHIVE = Archive(0, 1)
 
 
 def archived_rounds(store: Store) -> list[int]:
-    """Return the rounds that are archived, ascending."""
-    return sorted(int(name.removeprefix(ARCHIVED)) for name in store.names(ARCHIVED))
+    """Return the rounds that are archived, ascending, without the copies that a user made beside them."""
+    rounds = (name.removeprefix(ARCHIVED) for name in store.names(ARCHIVED))
+    return sorted(int(number) for number in rounds if number.isdecimal())
 
 
 def load_archived(store: Store, round_number: int, elements: int, where: str, threads: int = 1) -> Base | None:
