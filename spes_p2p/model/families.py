@@ -8,7 +8,13 @@ import warnings
 import torch
 import transformers
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
+)
 from transformers import PreTrainedModel
 
 from spes_p2p.config.model import ModelSection
@@ -23,6 +29,11 @@ SCALED_LOGITS = (
 """Settings by which a family changes its logits after the output head."""
 RANDOM = ("dropout", "jitter")
 """What the names of settings contain by which a family draws random numbers in training."""
+
+NO_VERDICT = (
+    DataDependentOutputException, DynamicOutputShapeException, UnsupportedFakeTensorException, UnsupportedOperatorException
+)
+"""What torch raises where a forward pass without values cannot go on, as where shapes depend on them."""
 
 
 def check_family(model: ModelSection) -> None:
@@ -68,8 +79,8 @@ def _check_forward(model: PreTrainedModel, family: str) -> None:
             warnings.simplefilter("ignore")
             ids = torch.zeros((1, 2), dtype=torch.int64)
             model.train().base_model(input_ids=ids, use_cache=False, output_router_logits=True)
-    except DynamicOutputShapeException:
-        pass  # the family's shapes depend on values
+    except NO_VERDICT:
+        pass
     except Exception as error:  # torch and families raise their own types
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise UserError(f"{family}: its config.json makes no forward pass; check its sizes, heads and dropout: "
