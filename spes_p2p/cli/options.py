@@ -132,10 +132,15 @@ def spare(text: str | None) -> Spare | None:
 
 
 def line_limit(text: str | None, option: str) -> float | None:
+    """Return `bandwidth` of what the option gives, if it gives any."""
+    return None if text is None else bandwidth(text, option)
+
+
+def bandwidth(text: str, option: str) -> float:
     """Return what the option gives, in bits per second. Raises UserError for less than the slowest line of a peer."""
     from spes_p2p.config.campaign import SLOWEST_LINE_BITS
 
-    limit = None if text is None else parse_bits_per_second(text, option)
-    if limit is not None and limit < SLOWEST_LINE_BITS:
+    bits_per_second = parse_bits_per_second(text, option)
+    if bits_per_second < SLOWEST_LINE_BITS:
         raise UserError(f"{option} {text!r}: must be at least {SLOWEST_LINE_BITS / 1e6:g}mbit")
-    return limit
+    return bits_per_second

@@ -237,8 +237,7 @@ def plan(
     from spes_p2p.config.model import TransformersModel
     from spes_p2p.config.quantities import parse_bytes
 
-    memory_bytes, line = parse_bytes(memory, "--memory"), options.line_limit(bandwidth, "--bandwidth")
-    assert line is not None
+    memory_bytes, line = parse_bytes(memory, "--memory"), options.bandwidth(bandwidth, "--bandwidth")
     campaign = load_campaign_config(config)
     if isinstance(campaign.model, TransformersModel):
         from spes_p2p.model.families import check_family  # with torch: takes seconds

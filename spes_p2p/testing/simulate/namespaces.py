@@ -168,21 +168,21 @@ class Namespaces:
             _run("tc", *within, "qdisc", "add", "dev", device, "root",
                  "tbf", "rate", rate, "burst", str(BURST_BYTES), "latency", f"{QUEUE_S}s")
             return
-        # u32: byte 12 of an IPv4 header begins the source address, byte 16 the destination
-        by_address = ("hashkey", "mask", hex(FAIR_QUEUES - 1), "at", {"src": "12", "dst": "16"}[toward])
-        share = ("rate", f"{round(8 * bytes_per_s / FAIR_QUEUES)}bit", "ceil", rate, "quantum", "1514")
-        burst = ("burst", str(FAIR_BURST_BYTES), "cburst", str(FAIR_BURST_BYTES))
-        _run("ip", *within, "link", "set", device, "gso_max_segs", "1")
+        _run("ip", *within, "link", "set", device, "gso_max_segs", "1")  # else a packet may be larger than a queue
+        burst = f"burst {FAIR_BURST_BYTES} cburst {FAIR_BURST_BYTES}"
+        share = f"rate {round(8 * bytes_per_s / FAIR_QUEUES)}bit ceil {rate} quantum 1514 {burst}"
+        place = {"src": 12, "dst": 16}[toward]  # of the address in an IPv4 header
+        by_address = f"hashkey mask {FAIR_QUEUES - 1:#x} at {place}"
         commands = [
             f"qdisc add dev {device} root handle 1: htb default 10",
-            f"class add dev {device} parent 1: classid 1:1 htb rate {rate} {' '.join(burst)}",
+            f"class add dev {device} parent 1: classid 1:1 htb rate {rate} {burst}",
             f"filter add dev {device} parent 1: prio 1 handle 2: protocol ip u32 divisor {FAIR_QUEUES}",
-            f"filter add dev {device} parent 1: prio 1 protocol ip u32 ht 800:: match u32 0 0 {' '.join(by_address)} link 2:",
+            f"filter add dev {device} parent 1: prio 1 protocol ip u32 ht 800:: match u32 0 0 {by_address} link 2:",
         ]
         for number in range(FAIR_QUEUES):
-            queue = hex(0x10 + number)[2:]
+            queue = f"{0x10 + number:x}"
             commands += [
-                f"class add dev {device} parent 1:1 classid 1:{queue} htb {' '.join((*share, *burst))}",
+                f"class add dev {device} parent 1:1 classid 1:{queue} htb {share}",
                 f"qdisc add dev {device} parent 1:{queue} bfifo limit {FAIR_QUEUE_BYTES}",
                 f"filter add dev {device} parent 1: prio 1 protocol ip u32 ht 2:{number:x}: match u32 0 0 flowid 1:{queue}",
             ]
