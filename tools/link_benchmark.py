@@ -9,6 +9,8 @@ carried.
 `regions`: two sites of eight peers with a slow line between. It counts the bytes that cross the line each way in each round, on
 the wire, beside one copy of what must cross: the mean of the shared weights, and the experts that this side trains.
 
+`across`: the simulated swarm of `regions`, which needs no root: what crosses the line in each round, by what it is for.
+
 `predicted`: 24 peers, a third of them on each of three lines, and the same swarm in the simulator: its round time beside
 theirs. `tcp` is the kernel's congestion control, on which that depends. Another one: sysctl -w
 net.ipv4.tcp_congestion_control=cubic
@@ -26,6 +28,7 @@ import asyncio
 import statistics
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -38,13 +41,14 @@ from round_contenders import EXPERTS, Report, our_campaign, our_layout, tensor_s
 from spes_p2p.observe.events import Event, RoundCommitted
 from spes_p2p.rounds.codecs import CODECS
 from spes_p2p.testing.memory_network import MemoryNetwork
+from spes_p2p.testing.memory_state import Frame
 from spes_p2p.testing.simulate.namespaces import Namespaces, why_unavailable
 from spes_p2p.testing.simulate.swarm import Recorder, VirtualSwarm
 from spes_p2p.testing.synthetic import SyntheticTrainer
 from spes_p2p.testing.virtual_loop import run_virtual
 
 PROGRAM = Path(__file__).with_name("link_member.py")
-CASES = ("overlap", "even", "uneven", "regions", "predicted", "whole")
+CASES = ("overlap", "even", "uneven", "regions", "across", "predicted", "whole")
 PAYLOAD = 1448 / 1514
 """Share of a line that TCP leaves to what it carries: of an Ethernet frame, without headers and time stamps. The simulator's
 network has none."""
@@ -81,7 +85,7 @@ def main() -> int:
     if not arguments.whole_down > 0:
         parser.error(f"--whole-down {arguments.whole_down}: must be above 0")
     why = why_unavailable()
-    if why is not None and arguments.only != ["whole"]:
+    if why is not None and not {"across", "whole"}.issuperset(arguments.only):
         parser.error(why)
     end_on_signals()
     report: Report = {}
@@ -92,6 +96,8 @@ def main() -> int:
             report[case] = line_case(arguments, case == "uneven")
     if "regions" in arguments.only:
         report["regions"] = regions_case(arguments)
+    if "across" in arguments.only:
+        report["across"] = run_virtual(across_case(arguments))
     if "predicted" in arguments.only:
         report["predicted"] = predicted_case(arguments)
     if "whole" in arguments.only:
@@ -170,6 +176,49 @@ def regions_case(arguments: argparse.Namespace) -> Report:
     return {"mbit": arguments.region_mbit, "megabytes": arguments.region_megabytes, "rounds": rounds}
 
 
+async def across_case(arguments: argparse.Namespace) -> Report:
+    """Simulate two sites; tell which methods' bytes cross the line between them, and how many copies of what must cross."""
+    inside, between = (1e6 / 8 * mbit for mbit in arguments.region_mbit)
+    names = [f"peer-{i}" for i in range(2 * arguments.region_peers)]
+    here, there = names[: arguments.region_peers], names[arguments.region_peers :]
+    elements = arguments.region_megabytes * 10**6 // 4
+    spec = {"elements": elements, "phase_s": 20.0, "owned": 1, "codec": arguments.codec, "sync": {"min_peers": len(names)}}
+    shared, expert = (CODECS[arguments.codec].encoded_bytes(size) for size in tensor_sizes(elements))
+    network, crossed, rounds = MemoryNetwork(latency_s=0.005), Counter[tuple[str, str]](), list[Report]()
+    network.share_line(there, between, between)
+    for name in ("bootstrap", *names):
+        network.set_bandwidth(name, inside, inside)
+
+    def count(frame: Frame) -> Frame:
+        if (frame.sender in there) != (frame.receiver in there):
+            crossed["there" if frame.receiver in there else "here", frame.method] += len(frame.body)
+        return frame
+
+    def observer(name: str, recorder: Recorder) -> Any:
+        def observe(event: Event) -> None:
+            if isinstance(event, RoundCommitted) and name == here[0]:
+                ways = {way: {method: round(size / 1e6, 3) for (to, method), size in crossed.most_common() if to == way}
+                        for way in ("there", "here")}
+                plan = swarm.peers[name].replica.base.plan
+                assert plan is not None
+                alone = [{m.peer for m in plan.members if m.routed[e]} for e in range(EXPERTS)]
+                copies = {way: shared + expert * sum(not its.isdisjoint(side) for its in alone)
+                          for way, side in (("there", here), ("here", there))}
+                rounds.append({"round": event.round, "exchange_s": round(event.seconds["exchange"], 1), "megabytes_to": ways,
+                               "copies_to": {way: round(1e6 * sum(ways[way].values()) / copies[way], 3) for way in ways}})
+                print(rounds[-1], file=sys.stderr)
+                crossed.clear()
+        return observe
+
+    network.tap = count
+    swarm = virtual_swarm(spec, network, observer)
+    swarm.start_bootstrap()
+    for name in names:
+        swarm.start(name, experts=spec["owned"])
+    await swarm.until(lambda: len(rounds) > arguments.rounds, 10_000.0)
+    return {"mbit": arguments.region_mbit, "megabytes": arguments.region_megabytes, "rounds": rounds}
+
+
 def predicted_case(arguments: argparse.Namespace) -> Report:
     """Measure the rounds of peers on shaped lines, and those that the simulator predicts for them."""
     (spec, lines), phase_s, found = predicted_swarm(arguments), arguments.predicted_phase, {}
@@ -229,13 +278,7 @@ async def simulated(spec: Report, lines: Mapping[str, float], rounds: int, down:
                 })
         return observe
 
-    campaign, layout = our_campaign(spec), our_layout(spec["elements"])
-    tokens = campaign.config.training.batch_size * campaign.config.training.sequence_length
-    swarm = VirtualSwarm(
-        campaign, seconds_per_step=spec["phase_s"], network=network, bootstrap="bootstrap", make_observer=observer,
-        layout=layout,
-        make_trainer=lambda base, owned: SyntheticTrainer(layout, base, owned, tokens, spec["phase_s"], 0),
-    )
+    swarm = virtual_swarm(spec, network, observer)
     swarm.start_bootstrap()
     for count, name in enumerate(lines, start=1):
         swarm.start(name, experts=spec["owned"])
@@ -243,6 +286,16 @@ async def simulated(spec: Report, lines: Mapping[str, float], rounds: int, down:
             await swarm.until(lambda: min(swarm.rounds().values()) >= -1)
     await swarm.until(lambda: all(len(reports) > rounds for reports in heard.values()), 10_000.0)
     return {name: reports[: rounds + 1] for name, reports in heard.items()}
+
+
+def virtual_swarm(spec: Report, network: MemoryNetwork, observer: Callable[[str, Recorder], Any]) -> VirtualSwarm:
+    campaign, layout = our_campaign(spec), our_layout(spec["elements"])
+    tokens = campaign.config.training.batch_size * campaign.config.training.sequence_length
+    return VirtualSwarm(
+        campaign, seconds_per_step=spec["phase_s"], network=network, bootstrap="bootstrap", make_observer=observer,
+        layout=layout,
+        make_trainer=lambda base, owned: SyntheticTrainer(layout, base, owned, tokens, spec["phase_s"], 0),
+    )
 
 
 WARM_UP = 5

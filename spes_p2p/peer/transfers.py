@@ -49,7 +49,7 @@ COMPLAINT_SILENCES = 2.0
 With cells after twice as many, since hubs wait for their cells first."""
 
 SIGN_AFTER = 0.25
-"""On a slow line, sign after this share of `silence_s`: a reducer uses what is signed, and its members wait for that."""
+"""On a slow line, sign after this share of `silence_s`."""
 
 TellStalled = Callable[[int, int], Awaitable[None]]
 """Called with a reducer that lives and makes no progress, and the revision."""
@@ -87,8 +87,6 @@ class Transfers:
         """Loop time at which this peer last sent an update to anybody, or began."""
         self._pushing: dict[int, list[asyncio.Task[None]]] = {}
         """By receiver."""
-        self._signed_at: dict[Stream, float] = {}
-        """Loop time of the last signature, or of the first update."""
         self._part_bytes = max((part.encoded_bytes for part in context.results.parts), default=0)
         self._rate = stall_rates(context.plan.members)[context.me]
         self._deadline = Deadline(1, self._rate)
@@ -136,7 +134,6 @@ class Transfers:
         self._news_of_sent.set()
         for sent in self._sent_to.values():
             sent.set()
-        self._signed_at.clear()
         self._pushing.clear()  # failed tasks refer back to this exchange: its files would wait to be collected
 
     async def wait_until_sent_to(self, member: int) -> None:
@@ -215,42 +212,28 @@ class Transfers:
 
     async def _send_updates(self, stream: Stream, reducer: int) -> None:
         await stream.send(pack(PushHeader(self.context.plan.id, self._revision)))
-        me, unsigned, parts = self.context.me, list[Update](), self._pushes[reducer]
+        me, parts, signing = self.context.me, self._pushes[reducer], _SignedUpdates(stream, self.context)
         waiting = deque(part for part in parts if me not in part.summing)
         while waiting:
             for each in await self._update.take(next_batch(waiting)):
                 if not pulls(each.part, me):
                     self.context.put(each.part, self._revision, each.body)
                     self._serving.settle(each.part.index)
-                unsigned = await self._send_update(stream, each.update, each.body, unsigned)
-                self._bytes_to[reducer] += len(each.body)
+                await self._send_update(signing, reducer, each.update, each.body)
+        await signing.sign()
         self._has_sent(reducer)  # no result waits for a cell's mean, which waits for the whole cell
         for part in parts:
             if me in part.summing and (mean := await self.context.cell_means.get(part.index)) is not None:
-                unsigned = await self._send_update(stream, mean.update, mean.body, unsigned)
-                self._bytes_to[reducer] += len(mean.body)
-        if unsigned:
-            await self._send_signature(stream, unsigned)
+                await self._send_update(signing, reducer, mean.update, mean.body)
+        await signing.sign()
         await stream.send(kind=Kind.END)
 
-    async def _send_update(
-        self, stream: Stream, update: Update, body: bytes | memoryview, unsigned: list[Update]
-    ) -> list[Update]:
-        """Send one update or cell's mean, and the signature if it is due; return the updates that are without one."""
-        await stream.send(numbered(update.part), weighted(update.tokens), body, kind=Kind.PART)
+    async def _send_update(self, signing: _SignedUpdates, reducer: int, update: Update, body: bytes | memoryview) -> None:
+        """Send one update or cell's mean."""
+        await signing.send(update, body)
         self._moved(len(body))
+        self._bytes_to[reducer] += len(body)
         self._sent_at = asyncio.get_running_loop().time()
-        unsigned, now = [*unsigned, update], self._sent_at
-        waited_s = now - self._signed_at.setdefault(stream, now)
-        if len(unsigned) < UPDATES_PER_SIGNATURE and waited_s < SIGN_AFTER * self.context.endpoint.silence_s:
-            return unsigned
-        await self._send_signature(stream, unsigned)
-        self._signed_at[stream] = now
-        return []
-
-    async def _send_signature(self, stream: Stream, updates: list[Update]) -> None:
-        pushed = Pushed(self.context.plan.id, tuple(updates))
-        await stream.send(pack(sign(pushed, self.context.identity)), kind=Kind.PUSHED)
 
     def _has_sent(self, reducer: int) -> None:
         """Note that this reducer has this peer's own updates, or will not get them."""
@@ -381,3 +364,36 @@ class Transfers:
         self.context.results.add_manifest(manifest)
         self._serving.settle_manifest(manifest.reducer)
         return manifest.reducer
+
+
+class _SignedUpdates:
+    """The updates in one stream, and the signatures under them.
+
+    A reducer uses what is signed. So the first update has a signature of its own, and each signature stands under twice as many
+    as the one before: the reducer and those behind it begin early, and later signatures cost little.
+    """
+
+    def __init__(self, stream: Stream, context: ExchangeContext):
+        self._stream, self._context = stream, context
+        self._unsigned: list[Update] = []
+        self._due = 1
+        """With how many updates the next signature comes."""
+        self._signed_at = math.inf
+        """Loop time of the last signature, or of the first update."""
+
+    async def send(self, update: Update, body: bytes | memoryview) -> None:
+        """Send one update, and the signature if it is due."""
+        await self._stream.send(numbered(update.part), weighted(update.tokens), body, kind=Kind.PART)
+        self._unsigned.append(update)
+        now = asyncio.get_running_loop().time()
+        self._signed_at = min(self._signed_at, now)
+        if len(self._unsigned) >= self._due or now - self._signed_at >= SIGN_AFTER * self._context.endpoint.silence_s:
+            await self.sign()
+            self._due, self._signed_at = min(2 * self._due, UPDATES_PER_SIGNATURE), now
+
+    async def sign(self) -> None:
+        """Send a signature of the updates that have none."""
+        if self._unsigned:
+            pushed = Pushed(self._context.plan.id, tuple(self._unsigned))
+            self._unsigned.clear()
+            await self._stream.send(pack(sign(pushed, self._context.identity)), kind=Kind.PUSHED)
