@@ -24,6 +24,7 @@ from spes_p2p.campaign.lines import (
 )
 from spes_p2p.campaign.planner import round_traffic
 from spes_p2p.config.campaign import load_campaign_config
+from spes_p2p.rounds.audits import are_audited
 
 ROOT = Path(__file__).parents[1]
 STEP_S = st.floats(1e-4, 1e4)
@@ -66,6 +67,12 @@ def test_with_the_batch_of_spes_a_round_takes_a_small_share_of_an_hour() -> None
     assert (home.codec.experts, fast.codec.experts) == ("sparse", "int4")
     assert (home.sync_steps, fast.sync_steps) == (5, 5)
     assert home.tokens_per_day == pytest.approx(4.6e8, rel=0.01)
+
+
+def test_an_open_campaign_keeps_its_audits_however_slow_the_line() -> None:
+    config = load_campaign_config(ROOT / "configs/9b.yaml").model_copy(update={"admission": "open"})
+    (pace,) = paces(config, 3, 4, 709.0, [20e6])
+    assert are_audited(with_codec(config, pace.codec))
 
 
 @given(step_s=st.floats(0.1, 100), line=LINE_BITS, factor=st.floats(1.3, 4))

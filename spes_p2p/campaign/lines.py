@@ -1,7 +1,8 @@
 """How often a swarm should meet, and in which codecs, on lines of several speeds.
 
 **The rule.** The phase is the shortest whose exchange takes at most EXCHANGE_SHARE of the time, and at least SHORTEST_PHASE
-steps. Of CODECS_BY_LOSS the first is taken, and a later one where its phase is at most WORTHWHILE times as long.
+steps. Of CODECS_BY_LOSS the first is taken, and a later one where its phase is at most WORTHWHILE times as long, but none that
+would end an open campaign's audits.
 
 The share follows from how the loss of a small model changes (docs/learning.md): by LOSS_OF_PHASE for each factor e in the
 tokens between rounds, and by LOSS_OF_TOKENS for each factor e in the tokens trained. With an exchange of x times a phase's
@@ -23,6 +24,7 @@ from spes_p2p.campaign.room import Choice
 from spes_p2p.campaign.speed import FLOPS, step_seconds
 from spes_p2p.config.campaign import CampaignConfig, CodecConfig
 from spes_p2p.observe.units import human_count
+from spes_p2p.rounds.audits import are_audited
 
 LOSS_OF_PHASE, LOSS_OF_TOKENS = 0.058, 0.327
 """Four peers, 512 tokens a step: from 5 to 288 steps a phase, and from 0.74 M to 2.95 M tokens of one machine."""
@@ -101,7 +103,9 @@ def paces(
 
     `owned`: experts that each of the `peers` can train.
     """
-    traffics = [(codec, _bytes(config, codec, owned, peers)) for codec in CODECS_BY_LOSS]
+    has_audits = are_audited(with_codec(config, CODECS_BY_LOSS[0]))
+    codecs = [codec for codec in CODECS_BY_LOSS if are_audited(with_codec(config, codec)) or not has_audits]
+    traffics = [(codec, _bytes(config, codec, owned, peers)) for codec in codecs]
     found = []
     for line in lines:
         chosen: Pace | None = None

@@ -22,7 +22,7 @@ KEPT_ROUNDS, KEPT_BYTES = 2**10, 2**24
 """A log is cut to this many of its last commits, or bytes of them, once as many commits go: of 1,000 members to 140 to 280
 rounds. Who was away for longer drops its pending work, and no reform goes back further."""
 LEAST_ROUNDS = 2**6
-"""Keep at least this many commits. Plans, proofs and peers that replay rounds take the last 16 of them."""
+"""Keep at least this many commits. Plans, proofs and audits take the last 16 of them."""
 
 
 def signed_milestone(milestone: Milestone, identity: Identity) -> Milestone:
