@@ -19,6 +19,8 @@ from spes_p2p.model.partitioned import PartitionedExperts
 from spes_p2p.training import adamw
 from spes_p2p.training.adamw import make_adamw, own_share
 from spes_p2p.training.interface import averaged_peers
+from spes_p2p.training.moments import MOMENTUM
+from spes_p2p.training.muon import Muon
 from spes_p2p.training.optimizer import OwnedOptimizer
 from spes_p2p.training.rates import learning_rate, ramp
 
@@ -211,6 +213,27 @@ def test_muon_steps_matrices_by_orthogonal_ones_of_adamws_size_and_nothing_else(
             step = after[name] - before[name]
             values = np.linalg.svd(step, compute_uv=False) / (1e-2 * 0.2 * max(step.shape) ** 0.5)
             assert 0.3 < values.min() <= values.max() < 1.5, name
+
+
+@pytest.mark.parametrize("shape", [(24, 40), (40, 24)], ids=["wide", "tall"])
+def test_on_a_cpu_muon_steps_as_torchs_does_in_bfloat16_but_for_rounding(shape: tuple[int, int]) -> None:
+    torch.manual_seed(0)
+    weights = [torch.nn.Parameter(torch.ones(shape)) for _ in range(2)]
+    ours, torchs = (Muon([{"params": [each], "weight_decay": 0.1}]) for each in weights)
+    for _ in range(3):
+        gradient = torch.randn(shape) * torch.logspace(0, -2, shape[1])
+        for each in weights:
+            each.grad = gradient.clone()
+        before = weights[0].detach().clone()
+        ours.step([0.1])
+        torchs.torch_optimizer.param_groups[0]["lr"] = 0.1
+        torchs.torch_optimizer.step()
+        difference = weights[0] - weights[1]
+        assert 0 < difference.norm() < 0.03 * (weights[0] - before).norm()
+        with torch.no_grad():
+            weights[1].copy_(weights[0])
+    state, other = (each.state_of(weight)[MOMENTUM] for each, weight in zip((ours, torchs), weights, strict=True))
+    assert torch.equal(state, other)
 
 
 def test_muon_keeps_one_moment_a_matrix_as_the_planner_says() -> None:

