@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import resource
 import shutil
 import socket
 from collections.abc import Callable
@@ -13,6 +14,7 @@ import lm_eval
 import pytest
 import torch
 import yaml
+from network_swarm import call
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -314,3 +316,20 @@ def test_installed_task_runs_on_local_data(checkpoint: Path, tmp_path: Path, no_
     assert result["samples"] == {"arc_easy_local": 5}
     assert set(result["tasks"]["arc_easy_local"]) >= {"acc", "acc_norm"}
     assert no_network == []
+
+
+def test_a_disk_without_room_for_the_results_keeps_the_earlier_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("spes_p2p.client.evaluate.evaluate", lambda *given: {"tasks": "x" * 2**16})
+    monkeypatch.setattr("spes_p2p.client.evaluate.render", lambda results: "a table")
+    monkeypatch.setattr("spes_p2p.client.task_names.check_names", lambda *given: None)
+    output = tmp_path / "results.json"
+    output.write_text("earlier")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**15, hard))
+    try:
+        ended = call("evaluate", str(tmp_path), "--tasks", "piqa", "--output", str(output))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert (ended.code, ended.stdout) == (2, "a table\n")
+    assert ended.stderr.startswith(f"error: {output}: ")
+    assert output.read_text() == "earlier"

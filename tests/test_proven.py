@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from dataclasses import replace
 from typing import Any
@@ -17,6 +18,7 @@ from spes_p2p.messages.audits import Audited
 from spes_p2p.messages.consensus import Ballot, CertifiedCommit, Control, Verdict
 from spes_p2p.messages.presence import PeerStatus
 from spes_p2p.net.rpc import RpcEndpoint
+from spes_p2p.net.shares import Shares
 from spes_p2p.observe.swarm_status import SwarmStatus, gather, swarm_status
 from spes_p2p.observe.table import render_status
 from spes_p2p.testing.in_memory_world import in_memory_world
@@ -43,6 +45,23 @@ def log() -> CommitLog:
 
     simulate(main)
     return found
+
+
+async def test_a_client_waits_for_a_slow_answer_of_a_peer_for_which_the_owner_vouches(monkeypatch: pytest.MonkeyPatch) -> None:
+    swarm = VirtualSwarm(CAMPAIGN)
+    swarm.start_all()
+    await swarm.until_round(ROUNDS)
+
+    async def late(shares: Shares, peer: str, size: int) -> None:
+        await asyncio.sleep(30.0)
+
+    monkeypatch.setattr(Shares, "answer", late)
+    found = CommitLog(SimulatedIdentity("client"), swarm.genesis)
+    endpoint = RpcEndpoint(in_memory_world(swarm.network, "client").transport, 5.0)
+    await learn_commits(endpoint, found, "A")
+    assert found.round == -1, "genesis does not name A"
+    await learn_commits(endpoint, found, "W")
+    assert found.round >= ROUNDS
 
 
 def honest(log: CommitLog) -> list[PeerStatus]:

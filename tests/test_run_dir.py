@@ -222,6 +222,21 @@ def test_a_harmed_file_of_the_campaign_is_named_and_restored_by_the_campaign_tha
         assert caplog.messages == [f"{tmp_path}: restored {name}, damaged or missing"]
 
 
+@pytest.mark.parametrize("change", [
+    lambda content: b"[null]", lambda content: content.replace(b'manifest_sha256":"', b'manifest_sha256":"0'),
+    lambda content: content.replace(b'"vocab_size"', b'"vocab-size"'),
+])  # fmt: skip
+def test_a_campaign_file_that_is_not_the_one_of_genesis_is_what_is_damaged(
+    tmp_path: Path, change: Callable[[bytes], bytes]
+) -> None:
+    known = campaign().model_copy(update={f"{file}_sha256": sha256(content) for file, content in NAMED.items()})
+    keep_campaign(CampaignFiles(known, **NAMED, folders=()), VirtualSwarm(known).genesis, tmp_path)
+    path = tmp_path / "campaign.json"
+    path.write_bytes(change(path.read_bytes()))
+    with pytest.raises(Damaged, match=f"{path}: damaged, or of another campaign than genesis; join again"):
+        read_run_dir(tmp_path)
+
+
 @pytest.mark.parametrize("harm", ["cut in the middle", "deleted", "another's"])
 def test_a_genesis_commit_is_restored_where_the_first_commit_follows_from_it(tmp_path: Path, harm: str) -> None:
     known = campaign().model_copy(update={f"{file}_sha256": sha256(content) for file, content in NAMED.items()})

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -219,19 +218,16 @@ def read_run_dir(run_dir: Path) -> tuple[CampaignFiles, Commit] | None:
     path, genesis = run_dir / CAMPAIGN_FILE, read_genesis(run_dir)
     if genesis is None:
         return None
+    published = path.read_bytes()
+    if sha256(published) != genesis.campaign:
+        raise Damaged(f"{path}: damaged, or of another campaign than {GENESIS_FILE}; {RESTORE}")
     try:
-        json.loads(path.read_bytes())
-    except ValueError:
-        raise Damaged(f"{path}: damaged; {RESTORE}") from None
-    try:
-        campaign = parse_campaign(path.read_bytes(), str(path))
+        campaign = parse_campaign(published, str(path))
         validation = (run_dir / VALIDATION_FILE).read_bytes() if campaign.validation_manifest_sha256 else None
         start_files = (run_dir / START_FILE).read_bytes() if campaign.start_files_sha256 else None
         manifest, tokenizer = (run_dir / MANIFEST_FILE).read_bytes(), (run_dir / TOKENIZER_FILE).read_bytes()
     except FileNotFoundError as error:
         raise Damaged(f"{error.filename}: missing; {RESTORE}") from None
-    except ValueError as error:
-        raise Damaged(f"{path}: damaged ({error}); {RESTORE}") from None
     for name, content, digest in (
         (TOKENIZER_FILE, tokenizer, campaign.tokenizer_sha256),
         (MANIFEST_FILE, manifest, campaign.manifest_sha256),
@@ -240,8 +236,6 @@ def read_run_dir(run_dir: Path) -> tuple[CampaignFiles, Commit] | None:
     ):
         if content is not None and sha256(content) != digest:
             raise Damaged(f"{run_dir / name}: damaged; {RESTORE}")
-    if genesis.campaign != campaign.hash:
-        raise Damaged(f"{path}: damaged, or of another campaign than {GENESIS_FILE}; {RESTORE}")
     return CampaignFiles(campaign, manifest, validation, tokenizer, (), start_files=start_files), genesis
 
 

@@ -95,7 +95,7 @@ def evaluate(
     # First, so that a disk that is full by now does not cost the results.
     print(text if as_json else evaluation.render(results))
     if output is not None:
-        output.write_text(text + "\n")
+        write_whole(output, f"{text}\n".encode())
     if model_dir is not None:
         evaluation.write_into_card(model_dir, results, tasks, include_path, limit, batch_size)
 

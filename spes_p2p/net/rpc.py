@@ -394,13 +394,15 @@ class RpcEndpoint:
                 self.detector.lost(peer, asyncio.get_running_loop().time())
             raise PeerUnreachable(f"{peer[-6:]} did not answer {method} within {timeout_s:g} s") from None
 
-    async def ask_in_turn(self, peer: str, method: str, request: bytes, is_patient: bool = True) -> bytes:
-        """As `ask` within `silence_s`; if `is_patient`, a peer that is busy is asked again for BUSY_SILENCES of it."""
+    async def ask_in_turn(
+        self, peer: str, method: str, request: bytes, is_patient: bool = True, wait_s: float | None = None
+    ) -> bytes:
+        """As `ask` within `wait_s` (default: `silence_s`); if `is_patient`, ask a busy peer again for BUSY_SILENCES of that."""
         clock = asyncio.get_running_loop().time
         until_s = clock() + BUSY_SILENCES * self.silence_s
         while True:
             try:
-                return await self.ask(peer, method, request, self.silence_s)
+                return await self.ask(peer, method, request, wait_s or self.silence_s)
             except Refused as refused:
                 if not is_patient or refused.code is not Code.BUSY or clock() >= until_s:
                     raise

@@ -9,7 +9,9 @@ from spes_p2p.net.rpc import RpcEndpoint
 from spes_p2p.net.unpacking import unpack_beside
 
 
-async def fetch_milestone(endpoint: RpcEndpoint, peer: str, after: int, is_patient: bool = True) -> Milestone:
+async def fetch_milestone(
+    endpoint: RpcEndpoint, peer: str, after: int, is_patient: bool = True, wait_s: float | None = None
+) -> Milestone:
     """Fetch the milestone after this round at which the peer's log begins. Raises PeerUnreachable, Refused, WireError."""
-    reply = await endpoint.ask_in_turn(peer, MILESTONE, pack(MilestoneRequest(after)), is_patient)
+    reply = await endpoint.ask_in_turn(peer, MILESTONE, pack(MilestoneRequest(after)), is_patient, wait_s)
     return await unpack_beside(Milestone, reply, endpoint.shares.is_known(peer))
