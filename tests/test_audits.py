@@ -483,7 +483,9 @@ def test_the_owner_can_have_each_phase_of_a_peer_audited_and_end_that() -> None:
         parse_order(["audit", PEER])(view(config=campaign().config))
 
 
-@pytest.mark.parametrize("sync", [{"overlap": True}, {"codec": {"experts": "sparse"}}, {"audited_share": 0}], ids=str)
+@pytest.mark.parametrize("sync", [
+    {"overlap": True}, {"codec": {"experts": "sparse"}}, {"codec": {"shared": "ternary"}}, {"audited_share": 0},
+], ids=str)  # fmt: skip
 def test_an_order_to_audit_is_refused_where_nobody_audits(sync: dict[str, Any]) -> None:
     with pytest.raises(UserError, match=f"^audit {PEER}: this campaign has no audits"):
         parse_order(["audit", PEER])(view(config=campaign(admission="open", sync=sync).config))

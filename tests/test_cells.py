@@ -37,6 +37,7 @@ from spes_p2p.observe.events import ResultsChecked, RoundCommitted
 from spes_p2p.peer.cell_means import CellMean
 from spes_p2p.peer.exchanges import Exchanges
 from spes_p2p.peer.kept_inputs import Input
+from spes_p2p.peer.part_frames import read_part
 from spes_p2p.peer.reducer import EncodedMean, Reducer
 from spes_p2p.rounds import cells
 from spes_p2p.rounds.cells import FLAT_MEMBERS, make_cells
@@ -309,6 +310,42 @@ async def test_the_new_base_is_the_weighted_mean_and_bit_identical_everywhere(
     largest = max(np.abs(update).max() for own in updates.values() for update in own.values())
     new = np.frombuffer(bases.pop(), np.float32)
     np.testing.assert_allclose(new, reference(plan, updates, base()), rtol=0, atol=1e-5 + 1.5 * largest * rounding)
+
+
+async def test_a_signature_under_own_updates_does_not_wait_for_a_cells_mean_in_the_same_stream() -> None:
+    """A hub's mean waits for its whole cell; a reducer needs the hub's update of an expert before."""
+    members = [
+        replace(m, routed=tuple(5 * (i // 2 == e) for e in range(4))) for i, m in enumerate(members_of(FLAT_MEMBERS + 1))
+    ]
+    layout = Layout([TensorSpec("embed", (2**8, 2**7), "shared"), TensorSpec("gate", (4, 2**8), "router", 0)] + [
+        TensorSpec(f"experts.{e}.down_proj", (2**8, 2**8), "expert", 0, e) for e in range(4)
+    ])
+    plan, network = make_plan_of(members), MemoryNetwork(latency_s=0.05)
+    played = await Round.open(plan, random_updates(plan, layout=layout), "int4", network, layout=layout, part_bytes=2**10)
+    parts, names = part_table(layout, plan.members, codecs("int4"), 2**10), [m.peer for m in members]
+    unsigned: dict[tuple[str, str], set[int]] = defaultdict(set)
+    waited: list[bool] = []
+
+    def note(frame: Frame) -> Frame:
+        own = unsigned[frame.sender, frame.receiver]
+        if frame.method == PUSH and frame.kind == Kind.PUSHED:
+            own.clear()
+        elif frame.method == PUSH and frame.kind == Kind.PART:
+            index, _ = read_part(memoryview(frame.body))
+            if names.index(frame.sender) not in parts[index].summing:
+                own.add(index)
+            elif (frame.sender, frame.receiver) in both:
+                waited.append(bool(own))
+        return frame
+
+    def receivers(i: int, is_mean: bool) -> set[str]:
+        return {names[part.pushed_to(i)] for part in parts if part.pushes(i) and (i in part.summing) == is_mean}
+
+    both = {(names[i], each) for i in range(len(names)) for each in receivers(i, False) & receivers(i, True)}
+    network.tap = note
+    await played.run()
+    assert len(waited) >= len(both) > 0
+    assert not any(waited)
 
 
 @pytest.mark.long

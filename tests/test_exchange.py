@@ -518,12 +518,17 @@ async def test_what_others_can_hand_on_at_once_goes_to_them_first() -> None:
         assert len(set(alone)) == 2
 
 
-async def test_the_first_update_is_signed_at_once_and_each_signature_stands_under_twice_as_many() -> None:
+@pytest.mark.parametrize(("update_s", "expected"), [(0.0, [1, 2, 4, 8, 8]), (0.4, [1, 2, 2, 2, 2])], ids=["fast", "slow"])
+async def test_each_signature_stands_under_twice_as_many_updates_as_the_one_before_or_on_a_slow_line_comes_sooner(
+    update_s: float, expected: list[int]
+) -> None:
     """A reducer uses what is signed, so it begins long before it has all updates."""
     plan, network = make_plan_of([member(name, 10, SHARED_ONLY) for name in "AB"]), MemoryNetwork()
-    layout = Layout([TensorSpec("embed", (2560, 2), "shared"),
+    layout = Layout([TensorSpec("embed", (2560, 64), "shared"),
                      *(TensorSpec(f"experts.{e}.gate_up_proj", (2, 2), "expert", 0, e) for e in range(4))])
-    played = await Round.open(plan, random_updates(plan, layout=layout), network=network, layout=layout, part_bytes=256)
+    if update_s:
+        network.set_bandwidth("A", 2**13 / update_s, 1e9)
+    played = await Round.open(plan, random_updates(plan, layout=layout), network=network, layout=layout, part_bytes=2**13)
     signed, unsigned = list[int](), 0
 
     def note(frame: Frame) -> Frame:
@@ -537,8 +542,8 @@ async def test_the_first_update_is_signed_at_once_and_each_signature_stands_unde
 
     network.tap = note
     await played.run()
-    assert signed[:5] == [1, 2, 4, 8, 8]
-    assert max(signed) == 8
+    assert signed[:5] == expected
+    assert (sum(signed), unsigned) == (40, 0)
 
 
 async def test_a_part_that_only_one_of_several_members_holds_is_dropped() -> None:

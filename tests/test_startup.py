@@ -42,6 +42,7 @@ def imported_by(program: str) -> set[str]:
         ("spes_p2p.session.run", HEAVY | {"aiohttp", "fsspec"}),
         ("spes_p2p.client.report", HEAVY),
         ("spes_p2p.client.export", HEAVY),
+        ("spes_p2p.client.owner", HEAVY | {"numpy"}),
         ("spes_p2p.campaign.lines", HEAVY),
         ("spes_p2p.client.doctor", HEAVY - {"torch"}),
         ("spes_p2p.campaign.init", HEAVY - {"pyarrow"}),

@@ -15,7 +15,6 @@ from spes_p2p.errors import UserError, version_advice
 from spes_p2p.messages.consensus import CampaignState, Change, Control, Pardon, Requirement
 from spes_p2p.messages.fields import MAX_BANNED
 from spes_p2p.messages.methods import PROTOCOL_VERSION
-from spes_p2p.rounds.audits import are_audited
 from spes_p2p.rounds.schedule import changed, scheduled
 
 MAX_DIGITS = 12
@@ -309,9 +308,11 @@ def audit(peer: str, view: CampaignView) -> Control:
     """Have vouched trainers train each phase of a peer again."""
     if view.config.admission != "open":
         raise UserError(f"audit {peer}: only open campaigns have audits; this one has admission: {view.config.admission}")
+    from spes_p2p.rounds.audits import are_audited  # imports numpy
+
     if not are_audited(view.config):
         raise UserError(f"audit {peer}: this campaign has no audits: they need sync.audited_share above 0, no sync.overlap, "
-                        f"and codecs that send every value; to do without it: ban {peer}")
+                        f"and codecs of 4 bits a value or more; to do without it: ban {peer}")
     if peer in view.trusted:
         raise UserError(f"audit {peer}: you vouch for this peer, and only the phases of others are audited; to do without it: "
                         f"ban {peer}")

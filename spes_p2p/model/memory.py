@@ -20,9 +20,9 @@ and one layer at a time is complete.
 Working memory is temporary: in the loss, the last hidden states twice, logits of LOSS_CHUNK tokens (in bf16 in both widths) and
 a cast copy of the head; in a layer, decoded experts, their gradient, twice that of their low-rank terms, and gradients of its
 activations; at the end of the backward pass the gradient of the embedding; in AdamW's step with 8-bit moments, which it
-decodes, or with corrected ones (`second_moment_peers`), two float32 copies of the largest tensor; in Muon's, bf16 copies of one
-matrix; between several devices, sums of BUCKET_ELEMENTS gradients at a time. Devices that divide the layers have embedding,
-head and last norm each, with gradients, and of the layers their own and a copy of one other.
+decodes, or with corrected ones (`second_moment_peers`), two float32 copies of the largest tensor; in Muon's, copies of one
+matrix, in bf16 on a GPU; between several devices, sums of BUCKET_ELEMENTS gradients at a time. Devices that divide the layers
+have embedding, head and last norm each, with gradients, and of the layers their own and a copy of one other.
 """
 
 from __future__ import annotations

@@ -397,7 +397,7 @@ class RpcEndpoint:
     async def ask_in_turn(
         self, peer: str, method: str, request: bytes, is_patient: bool = True, wait_s: float | None = None
     ) -> bytes:
-        """As `ask` within `wait_s` (default: `silence_s`); if `is_patient`, ask a busy peer again for BUSY_SILENCES of that."""
+        """As `ask` within `wait_s` (default: `silence_s`); if `is_patient`, a busy peer is asked again for BUSY_SILENCES."""
         clock = asyncio.get_running_loop().time
         until_s = clock() + BUSY_SILENCES * self.silence_s
         while True:

@@ -18,8 +18,8 @@ class Muon:
     Updates are scaled to the size of AdamW's (arXiv 2502.16982, 0.2 sqrt(largest dimension)), so both share a learning rate.
     An expert's fused gate and up projection `[2F, H]` is orthogonalised as one matrix.
 
-    torch computes the Newton-Schulz steps in bfloat16, for which most CPUs have no instructions. There float32 takes a thirtieth
-    of the time, and the update differs by a hundredth.
+    torch computes the Newton-Schulz steps in bfloat16, for which most CPUs have no instructions. There float32 takes a
+    thirtieth of the time, and the update differs by a hundredth.
     """
 
     def __init__(self, groups: list[dict[str, Any]]):
@@ -40,7 +40,10 @@ class Muon:
                         self._step_on_cpu(parameter, parameter.grad, group)
 
     def _step_on_cpu(self, parameter: nn.Parameter, gradient: Tensor, group: dict[str, Any]) -> None:
-        average: Tensor = self.torch_optimizer.state[parameter].setdefault(MOMENTUM, torch.zeros_like(gradient))
+        state = self.torch_optimizer.state[parameter]
+        if MOMENTUM not in state:
+            state[MOMENTUM] = torch.zeros_like(gradient)
+        average: Tensor = state[MOMENTUM]
         average.lerp_(gradient, 1 - group["momentum"])
         ahead = gradient.lerp(average, group["momentum"])
         update = _orthogonalised(ahead, group["ns_coefficients"], group["ns_steps"], group["eps"])
