@@ -6,11 +6,13 @@ import asyncio
 import math
 from dataclasses import replace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from rich.console import Console
 
 from spes_p2p.client.alerts import alerts
+from spes_p2p.client.connection import VOUCHED_WAIT_S, SwarmConnection
 from spes_p2p.client.dashboard.listed import seen
 from spes_p2p.client.proven import corrected, learn_commits
 from spes_p2p.consensus.commit_log import CommitLog
@@ -47,21 +49,32 @@ def log() -> CommitLog:
     return found
 
 
-async def test_a_client_waits_for_a_slow_answer_of_a_peer_for_which_the_owner_vouches(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("late_s", [30.0, 90.0])
+async def test_a_client_waits_up_to_a_minute_for_a_peer_for_which_the_owner_vouches(
+    late_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     swarm = VirtualSwarm(CAMPAIGN)
     swarm.start_all()
     await swarm.until_round(ROUNDS)
 
     async def late(shares: Shares, peer: str, size: int) -> None:
-        await asyncio.sleep(30.0)
+        await asyncio.sleep(late_s)
 
     monkeypatch.setattr(Shares, "answer", late)
     found = CommitLog(SimulatedIdentity("client"), swarm.genesis)
     endpoint = RpcEndpoint(in_memory_world(swarm.network, "client").transport, 5.0)
-    await learn_commits(endpoint, found, "A")
+    connection = SwarmConnection([], CAMPAIGN, found, Mock(), endpoint)
+    clock = asyncio.get_running_loop().time
+    began = clock()
+    await connection.learn_commits({"A": ROUNDS})
     assert found.round == -1, "genesis does not name A"
-    await learn_commits(endpoint, found, "W")
-    assert found.round >= ROUNDS
+    assert clock() - began < 10.0
+    began = clock()
+    await connection.learn_commits(dict.fromkeys(["A", "B", "W"], ROUNDS))
+    if late_s < VOUCHED_WAIT_S:
+        assert found.round >= ROUNDS
+    else:
+        assert clock() - began < 3 * 5.0 + VOUCHED_WAIT_S + 1.0
 
 
 def honest(log: CommitLog) -> list[PeerStatus]:

@@ -23,26 +23,19 @@ from spes_p2p.peer.milestones import fetch_milestone
 from spes_p2p.rounds.ownership import owners_of
 from spes_p2p.rounds.schedule import last_round
 
-VOUCHED_WAIT_S = 60.0
-"""Bounds how long a page of the log may take: of a line of 0.5 Mbit/s, visitors get a page of 350 kB in 56 s."""
 
-
-async def learn_commits(endpoint: RpcEndpoint, log: CommitLog, peer: str) -> None:
+async def learn_commits(endpoint: RpcEndpoint, log: CommitLog, peer: str, wait_s: float | None = None) -> None:
     """Add a peer's newer certified commits to the log, without those that fail verification.
 
-    A peer with a slow line, or with many visitors, is slow to answer: one for which the owner vouches has until VOUCHED_WAIT_S.
+    `wait_s`: for how long to wait for each page of them; default: `silence_s`.
     """
-
-    def wait_s() -> float | None:
-        return VOUCHED_WAIT_S if peer in log.last.trusted else None
-
     with contextlib.suppress(PeerUnreachable, Refused, WireError):
         with contextlib.suppress(Refused):
-            milestone = await fetch_milestone(endpoint, peer, log.round, wait_s=wait_s())
+            milestone = await fetch_milestone(endpoint, peer, log.round, wait_s=wait_s)
             if log.admits_milestone(milestone):
                 log.begin_at(milestone)
         while True:
-            reply = await endpoint.ask_in_turn(peer, COMMITS, pack(CommitsRequest(log.round)), wait_s=wait_s())
+            reply = await endpoint.ask_in_turn(peer, COMMITS, pack(CommitsRequest(log.round)), wait_s=wait_s)
             found = (await unpack_page(Decide, reply, endpoint.shares.is_known(peer))).decided
             if not found or found[0].commit.round > log.round + 1 or found[-1].commit.round <= log.round:
                 return
