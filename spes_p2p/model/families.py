@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import logging
+import math
+import sys
 import warnings
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 import transformers
@@ -29,6 +33,10 @@ SCALED_LOGITS = (
 """Settings by which a family changes its logits after the output head."""
 RANDOM = ("dropout", "jitter")
 """What the names of settings contain by which a family draws random numbers in training."""
+BOUNDS = {
+    "eps": (0.0, math.inf), "epsilon": (0.0, math.inf), "theta": (sys.float_info.min, math.inf), "dropout": (0.0, 1.0)
+}
+"""Least and greatest values of settings whose names contain such a word."""
 
 NO_VERDICT = (
     DataDependentOutputException, DynamicOutputShapeException, UnsupportedFakeTensorException, UnsupportedOperatorException
@@ -63,8 +71,22 @@ def check_family(model: ModelSection) -> None:
     if changed:
         raise UserError(f"{family} with {changed[0]}: its logits are changed after the output head, which training does not "
                         "support; use another family")
+    unsound = next(_unsound(empty.config.to_dict()), None)
+    if unsound is not None:
+        raise UserError(f"{family} with {unsound}: no loss can be computed; correct it in config.json")
     file_tensors(model)
     _check_forward(empty, family)
+
+
+def _unsound(config: Mapping[str, Any]) -> Iterator[str]:
+    """Settings in a config.json, or in its sections, that are outside BOUNDS, as `name = value`."""
+    for name, value in config.items():
+        if isinstance(value, Mapping):
+            yield from _unsound(value)
+        elif isinstance(value, int | float):
+            bounds = [BOUNDS[word] for word in str(name).split("_") if word in BOUNDS]
+            if not all(least <= value <= most for least, most in bounds):
+                yield f"{name} = {value}"
 
 
 def _check_forward(model: PreTrainedModel, family: str) -> None:
@@ -83,7 +105,7 @@ def _check_forward(model: PreTrainedModel, family: str) -> None:
         pass
     except Exception as error:  # torch and families raise their own types
         reason = " ".join(f"{type(error).__name__}: {error}".split())
-        raise UserError(f"{family}: its config.json makes no forward pass; check its sizes, heads and dropout: "
+        raise UserError(f"{family}: its config.json makes no forward pass; check its sizes and heads: "
                         f"{reason}") from None
     finally:
         torchs.disabled = was_disabled
