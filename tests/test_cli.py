@@ -278,6 +278,9 @@ BAD_COMMANDS: dict[str, tuple[Callable[[Place], list[str]], tuple[str, ...]]] = 
     "init from no folder": (lambda p: init_with_text(p, "--from", "./no"), ("no: no such checkpoint folder",)),
     "init from a download without text": (
         lambda p: init(p, "--from", "owner/name", "--text", "no.txt"), ("no.txt: no such file",)),
+    "init from a download for nobody": (lambda p: init_with_text(p, "--from", "owner/name", "--peers", "0"), ("--peers 0",)),
+    "init from a download of unknown admission": (
+        lambda p: init_with_text(p, "--from", "owner/name", "--admission", "all"), ("--admission", "friends")),
     "init url of a folder": (lambda p: init_with_text(p, "--url", "/tokens"), ("--url /tokens", "hf://", "--data-dir")),
     "tokenize url of unknown kind": (lambda p: tokenize(p, "a.txt", "text", "--url", "ftp://host/x"), ("--url ftp://host/x", "https://")),
     "describe url of this disk": (lambda p: describe(p, TOO_LARGE, "--url", "file:///x"), ("--url file:///x", "https://")),

@@ -203,24 +203,31 @@ def parse_answer(option: str, answer: str) -> Any:
 
 def check_answers(answers: Answers) -> None:
     """Raise UserError for invalid answers, before anything is written."""
-    check_place(answers.folder, answers.name)
-    parse_campaign_config({**_PLACEHOLDER, "name": answers.name, "admission": answers.admission}, "--admission")
+    check_choices(answers.folder, answers.name, answers.admission, answers.peers, answers.epochs, answers.url)
     if answers.sources:
         train = [{"name": source.name, "weight": source.weight, "manifest": "m"} for source in answers.sources]
         parse_campaign_config({**_PLACEHOLDER, "data": {"train": train, "tokenizer": "t"}}, "--text")
         whole_weights([source.weight for source in answers.sources])
     if answers.start is None:
         _check_size(answers.size)
-    _check_peers(answers.peers)
-    _check_epochs(answers.epochs)
     check_text_files((*answers.texts, *answers.held_out))
     _check_held_out(answers.texts, answers.held_out)
     _check_tokenizer(answers.tokenizer, answers.start)
-    if answers.url is not None:
-        check_url(answers.url)
 
 
-def check_place(folder: Path, name: str) -> None:
+def check_choices(folder: Path, name: str, admission: str, peers: int | None, epochs: float | None, url: str | None) -> None:
+    """Raise UserError for choices that are invalid whatever the text and the weights. None: not made yet."""
+    _check_place(folder, name)
+    parse_campaign_config({**_PLACEHOLDER, "name": name, "admission": admission}, "--admission")
+    if peers is not None:
+        _check_peers(peers)
+    if epochs is not None:
+        _check_epochs(epochs)
+    if url is not None:
+        check_url(url)
+
+
+def _check_place(folder: Path, name: str) -> None:
     """Raise UserError if the name is invalid or the folder already holds a campaign."""
     try:
         parse_campaign_config({**_PLACEHOLDER, "name": name}, "--name")

@@ -43,13 +43,13 @@ def init(
 ) -> None:
     """Create a campaign: a commented config file, token files and a tokenizer. Asks for missing answers on a terminal."""
     from spes_p2p.campaign.answers import Answers
-    from spes_p2p.campaign.init import CAMPAIGN_YAML, ask, check_place, make_campaign, make_start, parse_answer, parse_texts
+    from spes_p2p.campaign.init import CAMPAIGN_YAML, ask, check_choices, make_campaign, make_start, parse_answer, parse_texts
     from spes_p2p.data.documents import check_text_files
 
     setup_logging("warning", False)
     asks = sys.stdin.isatty() and not text
     name = name or folder.resolve().name
-    check_place(folder, name)
+    check_choices(folder, name, admission, peers, epochs, url)
     given = parse_answer("tokenizer", tokenizer) if tokenizer else None
     bits_per_second = options.line_limit(line, "--line")
     texts, sources = parse_texts(text or ())
