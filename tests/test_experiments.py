@@ -337,6 +337,8 @@ def test_the_report_compares_seed_by_seed_at_each_arms_best_rate() -> None:
     assert gap_in_spreads(found["spes"], found["centralised"]) == pytest.approx(0.4 / 0.35355339)
     assert "| spes | 1 | 2 | 0.00 | 4.650 ± 0.212 | +9.4 % | 1 | 65 ± 21 % |" in report(made, list(found.values()))
     assert report(made.model_copy(update={"note": "Also tried."}), list(found.values())).endswith("|\n\nAlso tried.\n")
+    first_seeds = outcomes(made, [made_of for made_of in records if made_of["loss"] != 4.8], "")
+    assert "| spes | 1 | 1 | 0.00 | 4.500 | +12.5 % | 1 | 50 % |" in report(made, first_seeds)
 
 
 RUN = [file for file in sorted((ROOT / "experiments").glob("*.yaml")) if "text_sha256" in file.read_text()]

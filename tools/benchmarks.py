@@ -8,7 +8,7 @@ On a CPU, seconds are CPU time of this process, so that a busy machine disturbs 
 ./tools/bench step --config configs/7b.yaml --cap 24GiB --device cuda
                         the step that the planner chooses for this much memory, which allocations cannot exceed
 ./tools/bench cuda      all of these on a CUDA device, and the tests that need one (cuda_benchmark.py)
-./tools/bench forms|round|link|fanout|storm|coordinator|codecs|hostile|state|startup
+./tools/bench forms|round|link|fanout|storm|coordinator|codecs|hostile|open|state|startup|simulator
                         others, each with a --help of its own
 """
 

@@ -94,11 +94,13 @@ def results_table(experiment: Experiment, found: Sequence[Outcome]) -> str:
     rows = []
     for outcome in found:
         first, yardstick = outcome.first, yardsticks[outcome.arm]
+        sent = statistics.fmean(run["sent_bytes"] for run in outcome.runs.values())
         centralised = by_name.get(yardstick.centralised) if yardstick else None
         over = gap = "" if centralised is None else "-"
         if centralised is not None and outcome is not centralised:
-            mean = statistics.fmean(outcome.losses.values())
-            over = f"{100 * (mean / statistics.fmean(centralised.losses.values()) - 1):+.1f} %"
+            seeds = set(outcome.losses) & set(centralised.losses)
+            mean, base = (statistics.fmean(of.losses[seed] for seed in seeds) for of in (outcome, centralised))
+            over = f"{100 * (mean / base - 1):+.1f} %"
             in_spreads = gap_in_spreads(outcome, centralised)
             gap = "" if in_spreads is None else f"{in_spreads:.0f}"
         closed = shares(outcome, yardstick, by_name) if yardstick else []
@@ -106,7 +108,7 @@ def results_table(experiment: Experiment, found: Sequence[Outcome]) -> str:
             outcome.arm, f"{outcome.rate:g}", str(len(outcome.runs)), f"{first['tokens'] / 1e6:.2f}",
             _mean_spread(list(outcome.losses.values()), "{:.3f}"), over, gap,
             _mean_spread([100 * share for share in closed], "{:.0f}", " %") if closed else "",
-            f"{first['sent_bytes'] / 1e6:.1f}" if first["peers"] > 1 else "0",
+            f"{sent / 1e6:.1f}" if first["peers"] > 1 else "0",
             f"{first['memory_bytes'] / 1e6:.1f}",
         ))
     return _table(header, rows)
