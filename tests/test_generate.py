@@ -113,14 +113,16 @@ def test_who_types_a_line_that_is_too_long_types_another(checkpoint: Path, monke
     ended = call("generate", str(checkpoint), *options)
     assert (ended.code, ended.stdout) == (0, f"> > > {expected}\n> ")
     assert ended.stderr.startswith("error: the prompt has ")
-    monkeypatch.setattr(sys, "stdin", io.StringIO(lines))  # a pipe
+    monkeypatch.setattr(sys, "stdin", io.StringIO("The\n" + lines))  # a pipe
     ended = call("generate", str(checkpoint), *options)
-    assert (ended.code, ended.stdout) == (2, "")
+    assert (ended.code, ended.stdout.count("\n"), ended.stderr.count("\n")) == (2, 1, 1)
+    assert ended.stderr.startswith("error: prompt 2: the prompt has ")
 
 
 @pytest.mark.parametrize(("options", "error"), [
     (["--follow"], "error: generate: --follow needs --from with an address of the swarm"),
     (["--run-dir", "x"], "error: generate: give a checkpoint folder, --from with an address of the swarm, or --run-dir"),
+    (["--prompt", "a", "--prompt", ""], "error: --prompt '': is empty; give text to continue"),
     (["--output", "."], "error: --output .: is a folder; name a file"),
 ])
 def test_options_that_do_not_fit_are_one_line(checkpoint: Path, options: list[str], error: str) -> None:

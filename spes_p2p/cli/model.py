@@ -122,6 +122,8 @@ def generate(
     _require_one_source("generate", model_dir, addresses, run_dir)
     if follow and not addresses:
         raise UserError("generate: --follow needs --from with an address of the swarm")
+    if prompts and "" in prompts:  # before a base is downloaded
+        raise UserError("--prompt '': is empty; give text to continue")
     if max_new_tokens < 1:
         raise UserError(f"--max-new-tokens {max_new_tokens}: must be at least 1")
     if not 0 <= temperature <= 10:
@@ -157,7 +159,7 @@ def generate(
         kept = following(fetch, Path(folder), device, base_round or 0, written) if follow else unchanging()
         told = []
         with kept as newer:
-            for prompt in prompts or _typed_lines():
+            for number, prompt in enumerate(prompts or _typed_lines(), 1):
                 if (found := newer()) is not None:
                     base_round, model = found
                     print(f"{name}, base of round {base_round}", file=sys.stderr)
@@ -167,7 +169,7 @@ def generate(
                     text = model.write(prompt, max_new_tokens, temperature, show)
                 except UserError as error:
                     if prompts or not sys.stdin.isatty():
-                        raise
+                        raise UserError(f"prompt {number}: {error}") from None
                     print(f"error: {error}", file=sys.stderr)  # a person types another line
                     continue
                 show("\n")
