@@ -15,6 +15,7 @@ from spes_p2p.cli.terminal import ProgressBar, run, run_peer, say, waiting
 from spes_p2p.config.addresses import is_peer_id
 from spes_p2p.errors import UserError
 from spes_p2p.observe.log import setup_logging
+from spes_p2p.storage.files import write_whole
 
 
 def init(
@@ -126,7 +127,7 @@ def bootstrap(
         from spes_p2p.session.run import run_bootstrap
 
     def show(address: str) -> None:
-        (run_dir / "address").write_text(address + "\n")
+        write_whole(run_dir / "address", f"{address}\n".encode())
         say(f"spes-p2p join {address}", log_json)
 
     run_peer(run_bootstrap(files, settings, peer or (), show))
