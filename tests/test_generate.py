@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import json
 import shutil
+import signal
+import subprocess
 import sys
 import time
 from dataclasses import dataclass
@@ -15,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import make_checkpoint
-from network_swarm import call
+from network_swarm import ENVIRONMENT, START_TIMEOUT_S, call, wait_until
 from sample_text import TEXT
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -170,3 +172,17 @@ def test_the_command_prints_prompt_and_continuation(checkpoint: Path) -> None:
     ended = call("generate", str(checkpoint), "--prompt", "The house", "--max-new-tokens", "3", "--temperature", "0")
     expected = written(Continuation(checkpoint, "cpu"), "The house", 3)
     assert (ended.code, ended.stdout) == (0, f"The house{expected}\n")
+
+
+@pytest.mark.network
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_what_ends_the_command_leaves_no_temporary_folder(checkpoint: Path, tmp_path: Path, number: int) -> None:
+    command = [sys.executable, "-m", "spes_p2p", "generate", str(checkpoint)]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, env={**ENVIRONMENT, "TMPDIR": str(tmp_path)})
+    try:
+        wait_until(lambda: list(tmp_path.iterdir()), START_TIMEOUT_S, "it makes its temporary folder")
+        process.send_signal(number)
+        assert process.wait(START_TIMEOUT_S) == 128 + number
+    finally:
+        process.kill()
+    assert not list(tmp_path.iterdir())

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from spes_p2p.cli import options
-from spes_p2p.cli.terminal import ProgressBar, run, waiting
+from spes_p2p.cli.terminal import ProgressBar, ended_by_signals, run, waiting
 from spes_p2p.errors import UserError
 from spes_p2p.observe.log import setup_logging
 from spes_p2p.storage.files import require_place, require_writable, write_whole
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from spes_p2p.model.export import ExportDtype
 
 
+@ended_by_signals()
 def export(
     output: Annotated[Path, typer.Option(help="Folder for the checkpoint; must not exist.")],
     run_dir: Annotated[Path | None, typer.Option(help="Run-dir of a peer.")] = None,
@@ -57,6 +58,7 @@ def export(
         print(push_to_hub(output, push_to, private))
 
 
+@ended_by_signals()
 def evaluate(
     tasks: Annotated[str, typer.Option(
         help="Comma-separated lm-eval tasks, each with its few-shot examples or its own number: piqa,arc_challenge:25; "
@@ -100,6 +102,7 @@ def evaluate(
         evaluation.write_into_card(model_dir, results, tasks, include_path, limit, batch_size)
 
 
+@ended_by_signals()
 def generate(
     model_dir: Annotated[Path | None, typer.Argument(help="Folder of a Hugging Face checkpoint.")] = None,
     addresses: options.FromAddresses = None,

@@ -11,13 +11,14 @@ from typing import Annotated
 import typer
 
 from spes_p2p.cli import options
-from spes_p2p.cli.terminal import ProgressBar, run, run_peer, say, waiting
+from spes_p2p.cli.terminal import ProgressBar, ended_by_signals, run, run_peer, say, waiting
 from spes_p2p.config.addresses import is_peer_id
 from spes_p2p.errors import UserError
 from spes_p2p.observe.log import setup_logging
 from spes_p2p.storage.files import write_whole
 
 
+@ended_by_signals()
 def init(
     folder: Annotated[Path, typer.Argument(help="Folder to write the campaign to.")],
     text: Annotated[list[str] | None, typer.Option(
