@@ -214,8 +214,10 @@ def invite(
     with waiting("looking for the campaign"):
         from spes_p2p.client.invite import make_invitation
 
-        made = run(make_invitation(target, key, guest))
+        made, is_banned = run(make_invitation(target, key, guest))
     print(f"invitation {describe(made)}", file=sys.stderr)
+    if is_banned:
+        print(f"note: you banned this peer; it is refused until spes-p2p control lifts that: unban {peer}", file=sys.stderr)
     print(to_text(made))
 
 

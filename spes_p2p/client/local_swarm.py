@@ -168,7 +168,7 @@ async def invited_by(bootstrap: Path, elector: str) -> tuple[str, str]:
     from spes_p2p.client.invite import make_invitation
 
     roles: tuple[Role, ...] = ("trainer", "elector") if elector else ("trainer",)
-    made = await make_invitation(str(bootstrap), bootstrap / "identity.key", Guest(elector, roles, LONGEST_S))
+    made, _ = await make_invitation(str(bootstrap), bootstrap / "identity.key", Guest(elector, roles, LONGEST_S))
     return "--invite", to_text(made)
 
 
