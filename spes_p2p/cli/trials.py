@@ -16,6 +16,7 @@ from spes_p2p.errors import UserError
 from spes_p2p.observe.log import setup_logging
 
 
+@ended_by_signals()
 def swarm(
     config: options.ConfigFile,
     peers: Annotated[int, typer.Option(help="Number of trainers.")],
