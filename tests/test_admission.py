@@ -14,19 +14,23 @@ from hypothesis import strategies as st
 from network_swarm import call
 from recorded_run import CONFIG, run_dir
 
+from spes_p2p.campaign.files import read_run_dir
 from spes_p2p.campaign.invitations import from_text, keep_invitation, kept, parse_guest, read_option, to_text
 from spes_p2p.consensus.admission import check_admission, signed_invitation
+from spes_p2p.consensus.control import signed
 from spes_p2p.consensus.electorate import coordinator_order
+from spes_p2p.consensus.output import CONTROL
 from spes_p2p.consensus.signed import read_signed, sign
 from spes_p2p.errors import Refused, UserError
 from spes_p2p.messages.admission import Invitation, Role
 from spes_p2p.messages.codec import pack
-from spes_p2p.messages.consensus import Ballot, Prepare
+from spes_p2p.messages.consensus import Ballot, Control, Prepare
 from spes_p2p.messages.methods import PREPARE, ROUND
 from spes_p2p.messages.refusals import Code
 from spes_p2p.messages.rounds import Announcement
 from spes_p2p.net.identity import RSAIdentity
 from spes_p2p.net.rpc import RpcEndpoint
+from spes_p2p.storage.store import DirectoryStore, frame_record
 from spes_p2p.testing.simulate.swarm import VirtualSwarm, campaign
 from spes_p2p.testing.simulated_identity import SimulatedIdentity
 
@@ -137,6 +141,18 @@ def test_the_owner_is_told_on_stderr_what_an_invitation_allows(options: tuple[st
     made = from_text(ended.stdout, "stdout")
     assert abs(made.expires - time.time() - 12 * 3600) < 600
     assert ended.stderr == told + time.strftime("%Y-%m-%d %H:%M UTC\n", time.gmtime(made.expires))
+
+
+def test_the_owner_is_told_that_a_guest_is_banned(tmp_path: Path) -> None:
+    owner = RSAIdentity(tmp_path / "identity.key")
+    folder = run_dir(tmp_path, [], config=CONFIG.model_copy(update={"admission": "invite"}), owner=owner.peer_id)
+    known = read_run_dir(folder)
+    assert known is not None
+    order = signed(Control(known[1].campaign, 1, "running", (), -1, b"", banned=(PEER,)), owner)
+    DirectoryStore(folder).write(CONTROL, [frame_record(pack(order))])
+    for options, is_told in ((("--peer", PEER), True), (("--peer", owner.peer_id), False), ((), False)):
+        ended = call("invite", str(folder), "--key", str(owner.path), *options)
+        assert (ended.code, "note: you banned this peer" in ended.stderr) == (0, is_told)
 
 
 @pytest.mark.parametrize(("peer", "roles", "expected"), [

@@ -418,6 +418,7 @@ BAD_COMMANDS: dict[str, tuple[Callable[[Place], list[str]], tuple[str, ...]]] = 
     "generate into no folder": (
         lambda p: ["generate", str(p.folder), "--output", f"{p.output}/x"], ("output/x: there is no folder",)),
     "evaluate into a folder": (lambda p: evaluate(p, "--output", str(p.folder)), ("--output", "is a folder; name a file")),
+    "evaluate into a device": (lambda p: evaluate(p, "--output", os.devnull), ("--output", "is no regular file; name a file")),
     "me data-dir": (
         lambda p: ["me", str(p.folder), "--data-dir", str(p.folder / "none")], ("--data-dir", "none: no such folder")),
     "generate nothing": (lambda p: ["generate"], ("a checkpoint folder, --from",)),

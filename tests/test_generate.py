@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import json
 import shutil
+import signal
+import subprocess
 import sys
 import time
 from dataclasses import dataclass
@@ -15,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import make_checkpoint
-from network_swarm import call
+from network_swarm import ENVIRONMENT, START_TIMEOUT_S, call, wait_until
 from sample_text import TEXT
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -113,14 +115,16 @@ def test_who_types_a_line_that_is_too_long_types_another(checkpoint: Path, monke
     ended = call("generate", str(checkpoint), *options)
     assert (ended.code, ended.stdout) == (0, f"> > > {expected}\n> ")
     assert ended.stderr.startswith("error: the prompt has ")
-    monkeypatch.setattr(sys, "stdin", io.StringIO(lines))  # a pipe
+    monkeypatch.setattr(sys, "stdin", io.StringIO("The\n" + lines))  # a pipe
     ended = call("generate", str(checkpoint), *options)
-    assert (ended.code, ended.stdout) == (2, "")
+    assert (ended.code, ended.stdout.count("\n"), ended.stderr.count("\n")) == (2, 1, 1)
+    assert ended.stderr.startswith("error: prompt 2: the prompt has ")
 
 
 @pytest.mark.parametrize(("options", "error"), [
     (["--follow"], "error: generate: --follow needs --from with an address of the swarm"),
     (["--run-dir", "x"], "error: generate: give a checkpoint folder, --from with an address of the swarm, or --run-dir"),
+    (["--prompt", "a", "--prompt", ""], "error: --prompt '': is empty; give text to continue"),
     (["--output", "."], "error: --output .: is a folder; name a file"),
 ])
 def test_options_that_do_not_fit_are_one_line(checkpoint: Path, options: list[str], error: str) -> None:
@@ -168,3 +172,17 @@ def test_the_command_prints_prompt_and_continuation(checkpoint: Path) -> None:
     ended = call("generate", str(checkpoint), "--prompt", "The house", "--max-new-tokens", "3", "--temperature", "0")
     expected = written(Continuation(checkpoint, "cpu"), "The house", 3)
     assert (ended.code, ended.stdout) == (0, f"The house{expected}\n")
+
+
+@pytest.mark.network
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_what_ends_the_command_leaves_no_temporary_folder(checkpoint: Path, tmp_path: Path, number: int) -> None:
+    command = [sys.executable, "-m", "spes_p2p", "generate", str(checkpoint)]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, env={**ENVIRONMENT, "TMPDIR": str(tmp_path)})
+    try:
+        wait_until(lambda: list(tmp_path.iterdir()), START_TIMEOUT_S, "it makes its temporary folder")
+        process.send_signal(number)
+        assert process.wait(START_TIMEOUT_S) == 128 + number
+    finally:
+        process.kill()
+    assert not list(tmp_path.iterdir())

@@ -113,6 +113,9 @@ def test_a_bootstrap_peer_goes_on_with_its_own_key_only(tmp_path: Path, begins: 
     advice = f"restore your copy: {folder} serves with the key of {own.peer_id} only; without one, give a new --run-dir, and"
     with pytest.raises(UserError, match=advice):
         require_same_identity(make_peer_config(run_dir=folder, identity=another.path), begins)
+    for damaged in (b"/ip4/203.0.113.7/tcp/31337/p2p/Qm", b"\xff", b""):
+        (folder / ADDRESS_FILE).write_bytes(damaged)
+        require_same_identity(make_peer_config(run_dir=folder, identity=tmp_path / "own.key"), begins)
     (folder / ADDRESS_FILE).unlink()
     with pytest.raises(UserError, match=r"typo.key: no such file, but .* was served by another peer before"):
         require_same_identity(make_peer_config(run_dir=folder, identity=typo), begins)

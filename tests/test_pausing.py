@@ -290,7 +290,7 @@ def test_the_run_dir_of_a_bootstrap_peer_stands_for_its_address(tmp_path: Path) 
     (tmp_path / "address").write_text(nobody + "\n")
     assert f"no peer answers at {nobody};" in call("status", str(tmp_path)).stderr
     (tmp_path / "address").write_text("\x1b[31m\n")
-    assert "is not the address of a peer" in call("status", str(tmp_path)).stderr
+    assert call("status", str(tmp_path)).stderr.startswith(f"error: {tmp_path / 'address'}: damaged; start this bootstrap peer")
 
 
 async def test_a_trainer_says_what_it_waits_for_until_it_trains(tmp_path: Path) -> None:

@@ -19,9 +19,11 @@ from synthetic_swarm import synthetic_swarm
 
 from spes_p2p.client.report import make_report
 from spes_p2p.client.report_plots import BLUE, ORANGE
+from spes_p2p.consensus.output import LOG
 from spes_p2p.errors import UserError
 from spes_p2p.messages.presence import Contribution
 from spes_p2p.observe.events import Controlled, TasksEvaluated
+from spes_p2p.observe.history import HISTORY_FILE
 from spes_p2p.session.run_dir import ADDRESS_FILE
 
 HARM = "</pre></table><script>alert(1)</script><img src=x onerror=alert(1)>"
@@ -136,6 +138,15 @@ def test_a_report_shows_what_the_model_wrote_in_the_first_the_last_and_some_roun
     assert (len(shown), shown[0], shown[-1]) == (8, 1, 60)
     assert "The house" in page.text
     assert "script" not in page.tags
+
+
+def test_a_run_that_has_lost_its_history_is_not_told_to_wait(tmp_path: Path) -> None:
+    folder = run_dir(tmp_path, [])
+    (folder / LOG).touch()
+    for lose in (Path.unlink, Path.touch):
+        lose(folder / HISTORY_FILE)
+        with pytest.raises(UserError, match=r"history\.jsonl: has no round, and the log of commits has some; while"):
+            page_of(folder)
 
 
 def test_a_run_without_a_round_has_no_report(tmp_path: Path) -> None:

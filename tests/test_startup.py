@@ -158,6 +158,9 @@ def test_what_runs_apart_gives_its_result_and_its_errors(tmp_path: Path) -> None
     assert run_apart(print, "a library's output") is None
     with pytest.raises(UserError, match=r"campaign\.yaml"):
         run_apart(read_campaign, tmp_path / "campaign.yaml")
+    with pytest.raises(IsADirectoryError) as refused:
+        run_apart(Path.read_bytes, tmp_path)
+    assert refused.value.filename == str(tmp_path)
     with pytest.raises(Broken, match="_exit ended with code 3"):
         run_apart(os._exit, 3)
 

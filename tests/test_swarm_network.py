@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import queue
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -13,9 +14,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from network_swarm import COMMAND_TIMEOUT_S, ENVIRONMENT, LocalPeer, LocalPeers, call, free_port, write_variant
+from network_swarm import COMMAND_TIMEOUT_S, ENVIRONMENT, LocalPeer, LocalPeers, call, free_port, wait_until, write_variant
 
 from spes_p2p.observe.events import BaseRestored, RoundCommitted
+from spes_p2p.session.run_dir import ADDRESS_FILE
 
 pytestmark = pytest.mark.network
 
@@ -57,6 +59,21 @@ def test_a_local_swarm_ends_with_one_line_when_its_first_round_lacks_a_dead_trai
     assert (ended.returncode, len(errors), "Traceback" in ended.stderr) == (2, 1, False)
     assert errors[0].startswith("error: 1 trainer left, the first round needs 2; peer-1 ended with code 2: ")
     assert "identity.key" in errors[0]
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_local_swarm_that_is_ended_while_it_starts_waits_for_no_peer(
+    campaign: Path, tmp_path: Path, number: int, code: int
+) -> None:
+    command = [sys.executable, "-m", "spes_p2p", "swarm", "--config", str(campaign), "--peers", "2", "--run-dir", str(tmp_path)]
+    process = subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.DEVNULL)
+    try:
+        wait_until((tmp_path / "bootstrap" / "log.txt").exists, START_S, "the bootstrap peer is started")
+        process.send_signal(number)
+        assert process.wait(COMMAND_TIMEOUT_S) == code
+    finally:
+        process.kill()
+    assert not (tmp_path / "bootstrap" / ADDRESS_FILE).exists()
 
 
 def start(swarm: LocalPeers, config: Path, *options: str) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from spes_p2p.cli import options
-from spes_p2p.cli.terminal import ProgressBar, run, waiting
+from spes_p2p.cli.terminal import ProgressBar, ended_by_signals, run, waiting
 from spes_p2p.errors import UserError
 from spes_p2p.observe.log import setup_logging
 from spes_p2p.storage.files import require_place, require_writable, write_whole
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from spes_p2p.model.export import ExportDtype
 
 
+@ended_by_signals()
 def export(
     output: Annotated[Path, typer.Option(help="Folder for the checkpoint; must not exist.")],
     run_dir: Annotated[Path | None, typer.Option(help="Run-dir of a peer.")] = None,
@@ -57,6 +58,7 @@ def export(
         print(push_to_hub(output, push_to, private))
 
 
+@ended_by_signals()
 def evaluate(
     tasks: Annotated[str, typer.Option(
         help="Comma-separated lm-eval tasks, each with its few-shot examples or its own number: piqa,arc_challenge:25; "
@@ -100,6 +102,7 @@ def evaluate(
         evaluation.write_into_card(model_dir, results, tasks, include_path, limit, batch_size)
 
 
+@ended_by_signals()
 def generate(
     model_dir: Annotated[Path | None, typer.Argument(help="Folder of a Hugging Face checkpoint.")] = None,
     addresses: options.FromAddresses = None,
@@ -122,6 +125,8 @@ def generate(
     _require_one_source("generate", model_dir, addresses, run_dir)
     if follow and not addresses:
         raise UserError("generate: --follow needs --from with an address of the swarm")
+    if prompts and "" in prompts:  # before a base is downloaded
+        raise UserError("--prompt '': is empty; give text to continue")
     if max_new_tokens < 1:
         raise UserError(f"--max-new-tokens {max_new_tokens}: must be at least 1")
     if not 0 <= temperature <= 10:
@@ -157,7 +162,7 @@ def generate(
         kept = following(fetch, Path(folder), device, base_round or 0, written) if follow else unchanging()
         told = []
         with kept as newer:
-            for prompt in prompts or _typed_lines():
+            for number, prompt in enumerate(prompts or _typed_lines(), 1):
                 if (found := newer()) is not None:
                     base_round, model = found
                     print(f"{name}, base of round {base_round}", file=sys.stderr)
@@ -167,7 +172,7 @@ def generate(
                     text = model.write(prompt, max_new_tokens, temperature, show)
                 except UserError as error:
                     if prompts or not sys.stdin.isatty():
-                        raise
+                        raise UserError(f"prompt {number}: {error}") from None
                     print(f"error: {error}", file=sys.stderr)  # a person types another line
                     continue
                 show("\n")

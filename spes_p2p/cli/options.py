@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from spes_p2p.config.addresses import EXAMPLE_ADDRESS, check_peer_addresses
+from spes_p2p.config.addresses import EXAMPLE_ADDRESS, check_peer_addresses, is_peer_address
 from spes_p2p.config.quantities import Spare, parse_bits_per_second, parse_bytes, parse_spare
 from spes_p2p.errors import UserError
 
@@ -48,7 +48,10 @@ def own_or_addresses(targets: list[str]) -> tuple[OwnState | None, list[str]]:
 
     address = run_dir / ADDRESS_FILE
     if address.is_file() and not (run_dir / STATE_FILE).exists():
-        return None, checked_peers([address.read_text(encoding="utf-8", errors="replace").strip()]) or []
+        said = address.read_text(encoding="utf-8", errors="replace").strip()
+        if not is_peer_address(said):
+            raise UserError(f"{address}: damaged; start this bootstrap peer again, or give the address of a peer")
+        return None, [said]
     own = require_running(run_dir)
     return own, list(own.addresses)
 

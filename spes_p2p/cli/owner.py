@@ -11,12 +11,14 @@ from typing import Annotated
 import typer
 
 from spes_p2p.cli import options
-from spes_p2p.cli.terminal import ProgressBar, run, run_peer, say, waiting
+from spes_p2p.cli.terminal import ProgressBar, ended_by_signals, run, run_peer, say, waiting
 from spes_p2p.config.addresses import is_peer_id
 from spes_p2p.errors import UserError
 from spes_p2p.observe.log import setup_logging
+from spes_p2p.storage.files import write_whole
 
 
+@ended_by_signals()
 def init(
     folder: Annotated[Path, typer.Argument(help="Folder to write the campaign to.")],
     text: Annotated[list[str] | None, typer.Option(
@@ -126,7 +128,7 @@ def bootstrap(
         from spes_p2p.session.run import run_bootstrap
 
     def show(address: str) -> None:
-        (run_dir / "address").write_text(address + "\n")
+        write_whole(run_dir / "address", f"{address}\n".encode())
         say(f"spes-p2p join {address}", log_json)
 
     run_peer(run_bootstrap(files, settings, peer or (), show))
@@ -212,8 +214,10 @@ def invite(
     with waiting("looking for the campaign"):
         from spes_p2p.client.invite import make_invitation
 
-        made = run(make_invitation(target, key, guest))
+        made, is_banned = run(make_invitation(target, key, guest))
     print(f"invitation {describe(made)}", file=sys.stderr)
+    if is_banned:
+        print(f"note: you banned this peer; it is refused until spes-p2p control lifts that: unban {peer}", file=sys.stderr)
     print(to_text(made))
 
 

@@ -51,6 +51,19 @@ def _end_now(number: int, frame: object) -> None:
     os._exit(128 + number)
 
 
+@contextlib.contextmanager
+def ended_by_signals() -> Iterator[None]:
+    """Let SIGTERM, and SIGHUP of a closed terminal, raise SystemExit, so that temporary files and processes are removed."""
+    ends = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is signal.SIG_DFL]
+    for number in ends:
+        signal.signal(number, lambda number, frame: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        for number in ends:
+            signal.signal(number, signal.SIG_DFL)
+
+
 class ProgressBar:
     """Show a progress bar on a terminal, a line a minute elsewhere; yields `update(done, total)`.
 

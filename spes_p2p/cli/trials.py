@@ -10,12 +10,13 @@ from typing import Annotated
 import typer
 
 from spes_p2p.cli import options
-from spes_p2p.cli.terminal import ProgressBar, run, waiting
+from spes_p2p.cli.terminal import ProgressBar, ended_by_signals, run, waiting
 from spes_p2p.config.yaml_file import read_yaml_mapping
 from spes_p2p.errors import UserError
 from spes_p2p.observe.log import setup_logging
 
 
+@ended_by_signals()
 def swarm(
     config: options.ConfigFile,
     peers: Annotated[int, typer.Option(help="Number of trainers.")],
@@ -38,6 +39,7 @@ def swarm(
     raise typer.Exit(0 if is_good(summary) else 1)
 
 
+@ended_by_signals()
 def simulate(
     scenario: Annotated[Path | None, typer.Argument(help="Scenario file (YAML); the options below override it.")] = None,
     virtual: Annotated[bool, typer.Option("--virtual", help="Simulate in this process, in virtual time.")] = False,

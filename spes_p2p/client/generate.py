@@ -46,7 +46,8 @@ class Continuation:
         """
         if any(map(_is_undecoded, prompt)):
             raise UserError("the prompt is not UTF-8; convert it to UTF-8")
-        ids = self._tokenizer(prompt, return_tensors="pt", add_special_tokens=False)["input_ids"].to(self._model.device)
+        tokens = self._tokenizer(prompt, return_tensors="pt", add_special_tokens=False, verbose=False)
+        ids = tokens["input_ids"].to(self._model.device)
         room = self._context - ids.shape[1]
         if ids.shape[1] == 0 or room < 1:
             raise UserError(f"the prompt has {ids.shape[1]} tokens; give 1 to {self._context - 1}")

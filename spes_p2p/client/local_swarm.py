@@ -94,13 +94,13 @@ async def _run(
     started = time.monotonic()
     processes: dict[str, subprocess.Popen[bytes]] = {}
     stopped = asyncio.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, stopped.set)
     try:
         processes[BOOTSTRAP] = start_peer(run_dir, BOOTSTRAP, ["bootstrap", "--config", str(config_path)])
         address = await _address(run_dir / BOOTSTRAP, processes[BOOTSTRAP])
         invited = [await _invited(files.campaign.config.admission, run_dir, number) for number in range(peers)]
         processes.update(start_trainers(address, run_dir, files.folders, invited))
+        for number in (signal.SIGINT, signal.SIGTERM):  # before, they end the command at once: there is nothing to summarise
+            asyncio.get_running_loop().add_signal_handler(number, stopped.set)
         await _watch(processes, address, run_dir, rounds, needed, stopped, on_started)
     finally:
         failed = await _end(processes)
@@ -168,7 +168,7 @@ async def invited_by(bootstrap: Path, elector: str) -> tuple[str, str]:
     from spes_p2p.client.invite import make_invitation
 
     roles: tuple[Role, ...] = ("trainer", "elector") if elector else ("trainer",)
-    made = await make_invitation(str(bootstrap), bootstrap / "identity.key", Guest(elector, roles, LONGEST_S))
+    made, _ = await make_invitation(str(bootstrap), bootstrap / "identity.key", Guest(elector, roles, LONGEST_S))
     return "--invite", to_text(made)
 
 

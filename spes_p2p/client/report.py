@@ -28,6 +28,7 @@ from spes_p2p.client.model_card import (
     told_missing,
     told_orders,
 )
+from spes_p2p.consensus.output import LOG
 from spes_p2p.errors import UserError
 from spes_p2p.messages.presence import RoundRecord
 from spes_p2p.observe.events import Controlled, Event, RoundCommitted, TasksEvaluated
@@ -54,6 +55,9 @@ def make_report(run_dir: Path, evaluations: Iterable[Path] = ()) -> tuple[str, d
     except OSError as error:
         where = error.filename or run_dir / HISTORY_FILE
         raise UserError(f"{where}: cannot be read ({error.strerror}); check the path and its permissions") from None
+    if not records and (run_dir / LOG).exists():
+        raise UserError(f"{run_dir / HISTORY_FILE}: has no round, and the log of commits has some; while this peer runs, it "
+                        "asks others for the past: start it, or restore your copy of the file")
     if not records or records[-1].round < 1:
         raise UserError(f"{run_dir}: no round with training yet; wait for one")
     from spes_p2p.client.report_plots import plots  # takes seconds

@@ -26,7 +26,7 @@ Progress = Callable[[int, int], None]
 def run_apart(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     """Return what a module's function returns in a new process. It ends with the calling thread, however that ends.
 
-    Raises the UserError that it raises; Broken if it ends in any other way.
+    Raises the UserError that it raises, or the OSError that names a file; Broken if it ends in any other way.
     """
     found: T = _result((function, args, kwargs, False), lambda done, total: None)
     return found
@@ -59,7 +59,7 @@ def _result(call: tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], boo
             raise
     if process.returncode != 0:
         raise Broken(f"the process that runs {call[0].__name__} ended with code {process.returncode}; start this peer again")
-    if isinstance(result, UserError):
+    if isinstance(result, UserError | OSError):
         raise result
     return result
 
@@ -78,6 +78,10 @@ def main() -> None:
         result = function(*([tell] if tells else []), *args, **kwargs)
     except UserError as error:
         result = error
+    except OSError as error:
+        if error.filename is None:
+            raise
+        result = OSError(error.errno, error.strerror, error.filename)
     with output:
         pickle.dump((True, result), output)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 from spes_p2p.campaign.files import read_genesis
-from spes_p2p.config.addresses import peer_of
+from spes_p2p.config.addresses import is_peer_address, peer_of
 from spes_p2p.config.campaign import PeerConfig
 from spes_p2p.errors import UserError
 from spes_p2p.net.identity import DamagedIdentity, RSAIdentity
@@ -21,7 +21,8 @@ def require_same_identity(settings: PeerConfig, begins: bool) -> None:
     """
     path, run_dir = settings.identity_path, settings.run_dir
     said = run_dir / ADDRESS_FILE
-    before = peer_of(said.read_text().strip()) if said.exists() else ""
+    address = said.read_text(encoding="utf-8", errors="replace").strip() if said.exists() else ""
+    before = peer_of(address) if is_peer_address(address) else ""  # a damaged file is written anew
     if read_genesis(run_dir) is not None:
         try:
             own = RSAIdentity(path).peer_id if path.exists() else None

@@ -26,8 +26,8 @@ def require_writable(folder: Path) -> None:
 
 def require_place(file: Path, option: str) -> None:
     """Raise UserError unless this file, of an option, can be written: its folder has to exist. Called before long work."""
-    if file.is_dir():
-        raise UserError(f"{option} {file}: is a folder; name a file")
+    if file.exists() and not file.is_file():
+        raise UserError(f"{option} {file}: is {'a folder' if file.is_dir() else 'no regular file'}; name a file")
     if not os.path.lexists(file.parent):
         raise UserError(f"{option} {file}: there is no folder {file.parent}; make it first, or choose another one")
     require_writable(file.parent)

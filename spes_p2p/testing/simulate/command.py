@@ -6,10 +6,8 @@ import contextlib
 import json
 import os
 import shlex
-import signal
-import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -54,7 +52,7 @@ def simulate_virtual(
     if event_log is not None:
         require_place(event_log, "--event-log")
     started = time.monotonic()
-    with _ended_by_sigterm(), progress(_what(len(seeds), scenario)) as update:
+    with progress(_what(len(seeds), scenario)) as update:
         found = run_seeds(scenario, seeds, jobs or os.cpu_count() or 1, update)
     if event_log is not None:
         _write(event_log, found[0].log)
@@ -115,7 +113,7 @@ def simulate_processes(
     folder = run_dir.with_name(f"{run_dir.name}-campaign")
     campaign = config or write_campaign(folder, scenario, seed)
     planned, found = runs_of(scenario), list[tuple[RunReport, list[dict[str, float]]]]()
-    with _ended_by_sigterm(), progress(_what(1, scenario)) as update:
+    with progress(_what(1, scenario)) as update:
 
         def on_round(number: int, rounds: int) -> None:
             update(len(found) * rounds + number, len(planned) * rounds)
@@ -130,16 +128,6 @@ def simulate_processes(
         made["attacks_left_out"] = [kind for kind in wanted.attacks if kind not in scenario.attacks]
     (run_dir / "summary.json").write_text(json.dumps(made, indent=2) + "\n")
     return made, lines(made)
-
-
-@contextlib.contextmanager
-def _ended_by_sigterm() -> Iterator[None]:
-    """Let SIGTERM raise SystemExit, so that processes are ended and networks removed."""
-    before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _what(seeds: int, scenario: Scenario) -> str:
