@@ -23,7 +23,7 @@ from spes_p2p.campaign.lines import (
     with_codec,
 )
 from spes_p2p.campaign.planner import round_traffic
-from spes_p2p.config.campaign import load_campaign_config
+from spes_p2p.config.campaign import ExpertsConfig, load_campaign_config
 from spes_p2p.rounds.audits import are_audited
 
 ROOT = Path(__file__).parents[1]
@@ -73,6 +73,13 @@ def test_an_open_campaign_keeps_its_audits_however_slow_the_line() -> None:
     config = load_campaign_config(ROOT / "configs/9b.yaml").model_copy(update={"admission": "open"})
     (pace,) = paces(config, 3, 4, 709.0, [20e6])
     assert are_audited(with_codec(config, pace.codec))
+
+
+def test_experts_with_several_owners_are_sent_whole_however_slow_the_line() -> None:
+    config = load_campaign_config(ROOT / "configs/9b.yaml")
+    two_owners = config.model_copy(update={"experts": ExpertsConfig(redundancy=2)})
+    (one,), (two,) = (paces(each, 3, 4, 709.0, [1e6]) for each in (config, two_owners))
+    assert (one.codec.experts, two.codec.experts) == ("sparse", "int4")
 
 
 @given(step_s=st.floats(0.1, 100), line=LINE_BITS, factor=st.floats(1.3, 4))

@@ -1,8 +1,8 @@
 """How often a swarm should meet, and in which codecs, on lines of several speeds.
 
 **The rule.** The phase is the shortest whose exchange takes at most EXCHANGE_SHARE of the time, and at least SHORTEST_PHASE
-steps. Of CODECS_BY_LOSS the first is taken, and a later one where its phase is at most WORTHWHILE times as long, but none that
-would end an open campaign's audits.
+steps. Of CODECS_BY_LOSS the first is taken, and a later one where its phase is at most WORTHWHILE times as long, but not with
+several owners for each expert, who would agree on few of its values, and none that would end an open campaign's audits.
 
 The share follows from how the loss of a small model changes (docs/learning.md): by LOSS_OF_PHASE for each factor e in the
 tokens between rounds, and by LOSS_OF_TOKENS for each factor e in the tokens trained. With an exchange of x times a phase's
@@ -105,6 +105,8 @@ def paces(
     """
     has_audits = are_audited(with_codec(config, CODECS_BY_LOSS[0]))
     codecs = [codec for codec in CODECS_BY_LOSS if are_audited(with_codec(config, codec)) or not has_audits]
+    if config.experts.redundancy > 1:
+        codecs = codecs[:1]
     traffics = [(codec, _bytes(config, codec, owned, peers)) for codec in codecs]
     found = []
     for line in lines:
