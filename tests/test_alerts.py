@@ -53,6 +53,10 @@ def test_a_healthy_swarm_has_no_alert() -> None:
     assert status_document(synthetic_swarm(4, 8, 30).statuses)["alerts"] == []
 
 
+def test_a_swarm_of_whose_rounds_nothing_is_known_yet_has_no_alert() -> None:
+    assert on_losses(synthetic_swarm(4, 8, 30), ()) == []
+
+
 def test_the_held_out_loss_runs_away_when_three_evaluations_agree() -> None:
     swarm = synthetic_swarm(4, 8, 30)
     for bad_from, expected in ((22, []), (18, [("loss_runs_away", "critical")])):

@@ -19,6 +19,7 @@ from synthetic_swarm import synthetic_swarm
 
 from spes_p2p.client.report import make_report
 from spes_p2p.client.report_plots import BLUE, ORANGE
+from spes_p2p.config.addresses import EXAMPLE_ADDRESS
 from spes_p2p.consensus.output import LOG
 from spes_p2p.errors import UserError
 from spes_p2p.messages.presence import Contribution
@@ -67,7 +68,7 @@ def test_a_report_has_the_run_and_loads_nothing(tmp_path: Path) -> None:
     scores = TasksEvaluated(round=8, scores=(("arc_easy", "acc", 0.25, math.nan),))
     (tmp_path / "results.json").write_text(json.dumps(RESULTS))
     folder = run_dir(tmp_path / "run", records, scores, back, replace(OWN, total_rounds=20), Controlled(13, 4, "stopped"))
-    (folder / ADDRESS_FILE).write_text("/ip4/203.0.113.7/tcp/31337/p2p/Qm\n")
+    (folder / ADDRESS_FILE).write_text(f"{EXAMPLE_ADDRESS}\n")
     page = Page(page_of(folder, [tmp_path / "results.json"]))
     held_out = [record for record in records if math.isfinite(record.validation_loss)]
     for text in (
@@ -76,7 +77,7 @@ def test_a_report_has_the_run_and_loads_nothing(tmp_path: Path) -> None:
         f"{held_out[0].validation_loss:.3f} (round 0) to {held_out[-1].validation_loss:.3f} (round 10)",
         f"{records[1].loss:.3f} (round 1) to {OWN.loss:.3f} (round 13)", records[0].contributions[0].peer, "QmMe",
         "arc_easy acc 0.250", "acc 0.5000 ± 0.0250", "paused", f"sync_steps: {CONFIG.training.sync_steps}",
-        "spes-p2p export --from /ip4/203.0.113.7/tcp/31337/p2p/Qm --output checkpoint", f"export --run-dir {folder}",
+        f"spes-p2p export --from {EXAMPLE_ADDRESS} --output checkpoint", f"export --run-dir {folder}",
     ):
         assert text in page.text, text
     assert "QmIdle" not in page.text
@@ -138,6 +139,13 @@ def test_a_report_shows_what_the_model_wrote_in_the_first_the_last_and_some_roun
     assert (len(shown), shown[0], shown[-1]) == (8, 1, 60)
     assert "The house" in page.text
     assert "script" not in page.tags
+
+
+def test_a_report_shows_no_command_with_a_damaged_address(tmp_path: Path) -> None:
+    folder = run_dir(tmp_path, synthetic_swarm(2, 4, 3).records)
+    for address, is_shown in ((EXAMPLE_ADDRESS, True), ("", False), ("damaged", False)):
+        (folder / ADDRESS_FILE).write_text(f"{address}\n")
+        assert ("export --from" in page_of(folder)) == is_shown
 
 
 def test_a_run_that_has_lost_its_history_is_not_told_to_wait(tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ from spes_p2p.client.model_card import (
     told_missing,
     told_orders,
 )
+from spes_p2p.config.addresses import is_peer_address
 from spes_p2p.consensus.output import LOG
 from spes_p2p.errors import UserError
 from spes_p2p.messages.presence import RoundRecord
@@ -182,9 +183,9 @@ def _configuration(origin: Origin) -> str:
 def _commands(run_dir: Path) -> str:
     address = run_dir / ADDRESS_FILE
     lines = [f"spes-p2p export --run-dir {shlex.quote(str(run_dir))} --output checkpoint"]
-    if address.is_file():
-        where = shlex.quote(address.read_text(encoding="utf-8", errors="replace").strip())
-        lines.append(f"spes-p2p export --from {where} --output checkpoint    # while the swarm runs")
+    said = address.read_text(encoding="utf-8", errors="replace").strip() if address.is_file() else ""
+    if is_peer_address(said):
+        lines.append(f"spes-p2p export --from {said} --output checkpoint    # while the swarm runs")
     lines.append('spes-p2p generate checkpoint --prompt "Once upon a time"')
     return f"<pre>{_text(chr(10).join(lines))}</pre>"
 

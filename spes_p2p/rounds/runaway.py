@@ -89,7 +89,7 @@ def recorded_course(records: Sequence[RoundRecord], every_rounds: int, takes_tur
     `records`: by round. `takes_turns`: whether one trainer evaluates at a time.
     """
     course = Course()
-    for record, following in zip(records, [*records[1:], None], strict=True):
+    for record, following in zip(records, [*records, None][1:], strict=True):
         if following is not None and record.control.startswith("paused") and not following.control.startswith("paused"):
             course = Course()
         if every_rounds and record.round % every_rounds == 0 and math.isfinite(record.validation_loss):
