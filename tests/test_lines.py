@@ -79,7 +79,7 @@ def test_experts_with_several_owners_are_sent_whole_however_slow_the_line() -> N
     config = load_campaign_config(ROOT / "configs/9b.yaml")
     two_owners = config.model_copy(update={"experts": ExpertsConfig(redundancy=2)})
     (one,), (two,) = (paces(each, 3, 4, 709.0, [1e6]) for each in (config, two_owners))
-    assert (one.codec.experts, two.codec.experts) == ("sparse", "int4")
+    assert (one.codec.experts, two.codec.experts) == ("sparse64", "int4")
 
 
 @given(step_s=st.floats(0.1, 100), line=LINE_BITS, factor=st.floats(1.3, 4))

@@ -249,7 +249,7 @@ def test_existing_weights_have_no_outer_momentum() -> None:
     assert "shared_momentum" not in text
 
 
-@pytest.mark.parametrize(("line", "steps", "experts"), [("1gbit", 5, "int4"), ("1mbit", 20, "sparse")])
+@pytest.mark.parametrize(("line", "steps", "experts"), [("1gbit", 5, "int4"), ("1mbit", 20, "sparse64")])
 def test_a_line_decides_phase_and_codecs(tmp_path: Path, line: str, steps: int, experts: str) -> None:
     bits = parse_bits_per_second(line, "")
     answers = Answers(tmp_path / "c", "c", "small", (Path(WORDNET),), (), Path(TOKENIZER), 2, epochs=2000.0, line=bits)
