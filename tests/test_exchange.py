@@ -32,6 +32,7 @@ from spes_p2p.messages.methods import PULL, PUSH
 from spes_p2p.messages.refusals import Code
 from spes_p2p.messages.rounds import Manifest, PullRequest, Pushed, PushHeader, Update
 from spes_p2p.model.layout import Layout, TensorSpec
+from spes_p2p.net.interfaces import Channel
 from spes_p2p.net.rpc import Stream
 from spes_p2p.net.tasks import end_tasks
 from spes_p2p.net.throughput import UNKNOWN_BYTES_PER_S
@@ -708,6 +709,26 @@ async def test_a_member_that_falls_silent_in_the_middle_is_waited_for_no_longer_
     await asyncio.wait_for(asyncio.gather(*both), 4 * SILENCE_S)
     lost = {part.reducer for part in played.empty().parts if not played.exchanges["A"].results.verified(part)}
     assert lost == {1}
+
+
+async def test_a_member_whose_full_line_opens_streams_late_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Heartbeats on an idle line say little about how long its packets queue once it is full."""
+    experts = [TensorSpec(f"experts.{e}.gate_up_proj", (2, 2), "expert", 0, e) for e in range(4)]
+    layout = Layout([TensorSpec("embed", (256, 1024), "shared"), *experts])
+    plan = make_plan_of([member(name, 10, SHARED_ONLY, SLOWEST_BYTES_PER_S) for name in "ABC"])
+    played = await Round.open(plan, random_updates(plan, layout=layout), timeout_s=900.0, layout=layout, part_bytes=2**16)
+    for name in "AB":
+        monkeypatch.setattr(played.endpoints[name].detector, "bound", lambda peer: SILENCE_S / 2)
+    opened = played.endpoints["C"].transport.open
+
+    async def open_late(peer: str, method: str) -> Channel:
+        await asyncio.sleep(0.75 * SILENCE_S)
+        return await opened(peer, method)
+
+    monkeypatch.setattr(played.endpoints["C"].transport, "open", open_late)
+    await played.run("ABC")
+    results = played.exchanges["A"].results
+    assert all(results.contributors(part) == (0, 1, 2) for part in results.parts)
 
 
 async def test_a_member_that_lives_and_gives_its_exchange_up_is_not_waited_for() -> None:

@@ -158,9 +158,13 @@ class Reducer:
         self._write_manifest()
 
     def _unheard(self, awaited: Set[int], started: float) -> set[int]:
-        """Return the awaited members that have opened no stream for longer than their connection may be silent."""
-        waited_s, bound = asyncio.get_running_loop().time() - started, self.context.endpoint.detector.bound
-        return {i for i in awaited - self._pushing - self._lost if waited_s >= bound(self.context.names[i])}
+        """Return the awaited members that have opened no stream, and were silent in all others for as long as a peer may be.
+
+        On a full line a stream may open late, but no later than updates must follow once it is open.
+        """
+        now, dead_at = asyncio.get_running_loop().time(), self.context.endpoint.detector.dead_at
+        unheard = awaited - self._pushing - self._lost
+        return {i for i in unheard if now >= min(dead_at(self.context.names[i], started), self._push_due_at(i, started))}
 
     def _stalled(self, started: float) -> set[int]:
         """Return the members whose updates do not go on; end the streams of strangers among them."""
