@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import math
 from collections import Counter
 from typing import Any
 
@@ -26,7 +27,7 @@ from spes_p2p.messages.refusals import Code, Refusal
 from spes_p2p.net import contacts
 from spes_p2p.net.contacts import registry_key
 from spes_p2p.net.rpc import RpcEndpoint
-from spes_p2p.peer import decisions, first_base, kept_results, life
+from spes_p2p.peer import decisions, first_base, gathering, kept_results, life, patience
 from spes_p2p.peer.decisions import MAX_ASKED, PAGE_SAVING
 from spes_p2p.peer.node import CONTACT_EVERY_S, CONTACTS_READ_PER_S
 from spes_p2p.rounds.checks import checkers
@@ -267,11 +268,9 @@ async def test_contacts_are_read_the_more_rarely_the_more_there_are_and_by_membe
 
 
 @pytest.mark.long
-async def test_members_that_still_train_are_pinged_a_few_times_a_phase() -> None:
+def count_pings(swarm: VirtualSwarm) -> Counter[tuple[str, str]]:
+    """Return the pings from now on, by sender and receiver."""
     pings: Counter[tuple[str, str]] = Counter()
-    swarm = VirtualSwarm(campaign(total_steps=20000), seconds_per_step=15.0)
-    swarm.start_all("ABCD")
-    await swarm.until_round(2)
 
     def note(frame: Frame) -> Frame:
         if frame.method == PING and not frame.is_answer:
@@ -279,11 +278,35 @@ async def test_members_that_still_train_are_pinged_a_few_times_a_phase() -> None
         return frame
 
     swarm.network.tap = note
-    began = asyncio.get_running_loop().time()
+    return pings
+
+
+@pytest.mark.parametrize(("most_per_s", "silences"), [(gathering.MAX_PINGS_PER_S, 1.0), (0.1, 1.8)])
+async def test_members_that_still_train_are_pinged_a_few_times_a_phase_or_less_often_where_they_are_many(
+    monkeypatch: pytest.MonkeyPatch, most_per_s: float, silences: float
+) -> None:
+    monkeypatch.setattr(gathering, "MAX_PINGS_PER_S", most_per_s)
+    swarm = VirtualSwarm(campaign(total_steps=20000), seconds_per_step=15.0)
+    swarm.start_all("ABCD")
+    await swarm.until_round(2)
+    pings, began = count_pings(swarm), asyncio.get_running_loop().time()
     await swarm.until_round(4)
-    phases = (asyncio.get_running_loop().time() - began) / swarm.peers["A"].node.endpoint.silence_s
+    passed = (asyncio.get_running_loop().time() - began) / swarm.peers["A"].node.endpoint.silence_s
     assert pings
-    assert max(pings.values()) <= 2 * 4 + phases
+    assert max(pings.values()) <= 2 * 4 + passed / silences
+
+
+async def test_a_peer_that_waits_for_a_long_phase_asks_the_others_ever_less_often() -> None:
+    swarm = VirtualSwarm(campaign(total_steps=20000), seconds_per_step=60.0)
+    swarm.start_all("ABC")
+    await swarm.until_round(2)
+    swarm.start("D")
+    await swarm.until(lambda: "D" in swarm.peers and swarm.peers["D"].coordinators.patience.waits_for != "")
+    pings, began, silence_s = count_pings(swarm), asyncio.get_running_loop().time(), swarm.peers["D"].node.endpoint.silence_s
+    await swarm.until_round(3)
+    waited_s = asyncio.get_running_loop().time() - began
+    assert waited_s > 90 * silence_s
+    assert 1 < pings["D", "A"] < 1 / patience.ASK_AGAIN * (2 + math.log(waited_s / silence_s))
 
 
 async def test_a_peer_that_is_no_member_does_not_tell_all_members_that_it_is_back() -> None:

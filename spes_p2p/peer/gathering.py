@@ -27,6 +27,8 @@ logger = logging.getLogger(__name__)
 PING_EVERY_S = 1.0
 LOOK_S = 1e-5
 """Per member: time in which what changes is looked at together, since looking at all members takes nearly as long."""
+MAX_PINGS_PER_S = 16
+"""Of many members that still train, at most so many are pinged while nobody waits for them."""
 WAITING_SHARE = 0.25
 """Ping missing members often once this share of the expected ones wait for them, or a quorum."""
 MAX_LATE = 64
@@ -300,9 +302,10 @@ class Gathering:
         """Ping those of these peers that are due. Those `to_stop` are told at once.
 
         While other members wait for them, peers are pinged every PING_EVERY_S. Before that a dead peer delays nobody, so they
-        are pinged every `silence_s`.
+        are pinged every `silence_s`, or less often where they are many.
         """
-        gap_s = PING_EVERY_S if are_waiting else self._context.node.endpoint.silence_s
+        rarely_s = max(self._context.node.endpoint.silence_s, len(peers) / MAX_PINGS_PER_S)
+        gap_s = PING_EVERY_S if are_waiting else rarely_s
         for peer in sorted(peers):
             at = self._pinged.get(peer, self._context.phase_began)
             if now - at < gap_s and peer not in to_stop - self._told_to_stop:

@@ -29,6 +29,9 @@ FIRST_LOOK = 2
 """Multiples of `silence_s` before a member asks whether the others wait as well. Most rounds are planned by then."""
 MAX_ASKED = 16
 """Ask at most this many at a time, drawn at random: all members ask, and each of them would ask each."""
+ASK_AGAIN = 0.125
+"""Until a quorum is ready, a look comes after this share of the time waited so far, if that is more than `silence_s`: a peer
+without work may wait for a whole phase, and hundreds may together."""
 KEPT_ANSWERS = 4
 """Look at the last answers of this many times: of 16 drawn again and again, more than half are ready by chance at some time."""
 HALVES_SHARE = 2.0
@@ -138,8 +141,14 @@ class Patience:
 
     async def watch(self) -> None:
         """Find out when a quorum of the phase's trainers is ready for the round, and when an exchange has come to an end."""
+        began = looked_at = _now()
         await asyncio.sleep(FIRST_LOOK * self._silence_s)
         while True:
+            is_early = self._limit_s is None and not self._planned
+            if is_early and _now() < looked_at + ASK_AGAIN * (looked_at - began):
+                await asyncio.sleep(self._silence_s)
+                continue
+            looked_at = _now()
             if self.is_exchanging():
                 for planned in self._planned.values():
                     planned.quiet_due = None
