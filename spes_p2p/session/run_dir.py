@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from spes_p2p.campaign.files import CAMPAIGN_FILE, CampaignFiles, read_run_dir
+from spes_p2p.config.addresses import is_peer_address
 from spes_p2p.errors import RunDirInUse, UserError
 from spes_p2p.rounds.archive import archived_rounds, load_archived
 from spes_p2p.rounds.base import Base, load_base
@@ -15,6 +16,13 @@ from spes_p2p.storage.store import DirectoryStore
 
 ADDRESS_FILE = "address"
 """The address that a bootstrap peer shows, in its run-dir."""
+
+
+def shown_address(run_dir: Path) -> str | None:
+    """Return the address that a bootstrap peer showed in its run-dir: None without the file, empty if it is damaged."""
+    file = run_dir / ADDRESS_FILE
+    said = file.read_text(encoding="utf-8", errors="replace").strip() if file.is_file() else None
+    return "" if said and not is_peer_address(said) else said
 
 
 @contextlib.contextmanager
