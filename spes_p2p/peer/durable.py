@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import TypeVar
 
 from spes_p2p.consensus.acceptor import IsValid, fresh_votes, read_votes
+from spes_p2p.consensus.commit_log import CommitLog
 from spes_p2p.consensus.output import CONTROL, LOG, VOTES, Identity, Output, Write
 from spes_p2p.consensus.participant import Files, Participant
 from spes_p2p.messages.consensus import Commit, Milestone
@@ -59,6 +60,11 @@ def _without_votes(electorate: Sequence[str], me: str) -> str:
         return "this peer casts no vote until a commit lists its new ones, as a rule in two rounds"
     return ("no round is decided without the votes of this peer, so rounds wait until the owner's bootstrap peer reforms the "
             "swarm (after sync.reform_after_s)")
+
+
+def read_log(store: Store, genesis: Commit, identity: Identity) -> CommitLog:
+    """Return the commits of a run-dir to one who only reads them. What is damaged, its peer says and mends when it starts."""
+    return CommitLog(identity, genesis, parse_records(bytes(store.read(LOG) or b"")))
 
 
 def read_record(store: Store, name: str, follows: str | None = MADE_ANEW) -> bytes | None:
