@@ -124,6 +124,10 @@ def test_an_invitation_is_kept_for_its_user_alone_and_replaced_as_a_whole(tmp_pa
     (file,) = tmp_path.iterdir()
     assert file.stat().st_mode & 0o777 == 0o600
     assert read_option(str(file)) == invitation("B")
+    for damaged in (b"", file.read_bytes()[:-9], b"\xff"):
+        file.write_bytes(damaged)
+        with pytest.raises(UserError, match=f"{file}: damaged; give the invitation again with --invite, or delete the file"):
+            kept(tmp_path)
     with pytest.raises(UserError, match="neither an invitation nor a file"):
         read_option(str(tmp_path / "nothing"))
 

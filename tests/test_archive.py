@@ -7,11 +7,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from recorded_run import CONFIG, run_dir
 
 from spes_p2p.errors import UserError
+from spes_p2p.model.build import layout_of
 from spes_p2p.rounds.archive import NO_ARCHIVE, Archive, archived_rounds, load_archived
 from spes_p2p.rounds.base import Base, load_base
 from spes_p2p.rounds.digest import state_digest
+from spes_p2p.rounds.outer import base_size
+from spes_p2p.session.run_dir import load_run_dir_base
 from spes_p2p.storage.store import DirectoryStore
 from spes_p2p.testing.memory_store import MemoryStore
 from spes_p2p.testing.simulate.swarm import VirtualSwarm, campaign
@@ -49,6 +53,16 @@ def test_a_damaged_archive_costs_one_line() -> None:
     store.write("archived-5", [bytes(blob)])
     with pytest.raises(UserError, match="archived-5: cut short or damaged; delete this file"):
         load_archived(store, 5, 10, "run-dir")
+
+
+def test_an_archived_base_is_found_beside_a_damaged_newest_one(tmp_path: Path) -> None:
+    store, size = DirectoryStore(run_dir(tmp_path, [])), base_size(layout_of(CONFIG.model), CONFIG.outer)
+    values = np.zeros(size, np.float32)
+    Archive(5, 1).file(store, Base("head-5", 5, values, state_digest(values), None))
+    store.write("base", [b"damaged"])
+    assert load_run_dir_base(tmp_path, 5)[1].round == 5
+    with pytest.raises(UserError, match="base: cut short or damaged"):
+        load_run_dir_base(tmp_path)
 
 
 def test_a_copy_that_the_owner_makes_beside_an_archived_base_is_left_alone(tmp_path: Path) -> None:

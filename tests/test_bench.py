@@ -246,7 +246,8 @@ def test_a_benchmark_that_is_ended_leaves_no_process_and_no_folder_behind(how: s
     if signal.getsignal(how) is signal.SIG_IGN:
         pytest.skip("these tests were told to ignore that signal (nohup)")
     command = [sys.executable, str(ROOT / "tools/bench"), "round", "--megabytes", "5", "--rounds", "1", "--only", "int4"]
-    process = subprocess.Popen([*command, "--folder", str(tmp_path)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    command += ["--folder", str(tmp_path)]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
 
     def children() -> list[psutil.Process]:
         return psutil.Process(process.pid).children(recursive=True)
@@ -254,7 +255,9 @@ def test_a_benchmark_that_is_ended_leaves_no_process_and_no_folder_behind(how: s
     wait_until(lambda: sum(child.name() == "p2pd" for child in children()) > 1, START_TIMEOUT_S, "members start")
     started = children()
     process.send_signal(how)
-    process.wait(COMMAND_TIMEOUT_S)
+    _, told = process.communicate(timeout=COMMAND_TIMEOUT_S)
+    assert process.returncode == (-how if how == signal.SIGKILL else 128 + how)
+    assert "Traceback" not in told
     assert not psutil.wait_procs(started, timeout=CHILDREN_END_WITHIN_S)[1]
     assert how == signal.SIGKILL or not list(tmp_path.iterdir())
 

@@ -129,6 +129,7 @@ BAD_FILES = [
     ("merge_interval: 10", "merge_interval: 10\nsync:\n  silence_s: 0.01",
      "FILE, line 23: sync.silence_s = 0.01: must be at least 1"),
     ("experts_per_peer: 2", "redundancy: 1000000", "FILE, line 19: experts.redundancy = 1000000: must be at most 1024"),
+    ("learning_rate: 3e-3", "learning_rate: 1e300", "FILE, line 17: training.learning_rate = 1e+300: must be at most 1000000"),
     ("batch_size: 8", f"batch_size: {2**31}", "FILE, line 14: training.batch_size = 2147483648: must be at most 1048576"),
     ("total_steps: 40", f"total_steps: 40\n  decay_steps: {10**20}",
      "FILE, line 16: training.decay_steps = 100000000000000000000: must be at most 1e+12"),

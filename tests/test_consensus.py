@@ -21,7 +21,7 @@ from spes_p2p.consensus.acceptor import BALLOT_STEP
 from spes_p2p.consensus.certificate import proves
 from spes_p2p.consensus.commit_log import CommitLog
 from spes_p2p.consensus.electorate import HOME_CONNECTIONS, MAX_ELECTORS, choose_electorate, coordinator_order, quorum
-from spes_p2p.consensus.output import LOG, VOTES
+from spes_p2p.consensus.output import CONTROL, LOG, VOTES
 from spes_p2p.consensus.proposer import Proposer, ProposerState, Reply, Send
 from spes_p2p.consensus.reform import OutageWatch, has_lasted, sees_majority
 from spes_p2p.errors import Refused
@@ -31,6 +31,7 @@ from spes_p2p.messages.consensus import (
     Ballot,
     CertifiedCommit,
     Commit,
+    Control,
     Decide,
     Prepare,
     Promise,
@@ -42,6 +43,7 @@ from spes_p2p.messages.fields import MAX_EXPERTS
 from spes_p2p.messages.rounds import Pong
 from spes_p2p.messages.samples import Interval
 from spes_p2p.peer.durable import perform
+from spes_p2p.storage.store import frame_record
 from spes_p2p.testing.simulated_identity import SimulatedIdentity
 
 # Safety -------------------------------------------------------------------------------------------------------------------
@@ -509,6 +511,28 @@ def test_who_lost_its_votes_says_what_that_means_for_the_rounds(
     Elector("A", voter.store, genesis(tuple(electors)))
     [message] = caplog.messages
     assert message.startswith(f"the file 'votes' in this run-dir is damaged; {follows}")
+
+
+@pytest.mark.parametrize(("name", "follows"), [
+    ("A", "other peers have the owner's orders"),
+    ("W", "an order that no round has applied yet is lost unless other peers have it; repeat what spes-p2p status does"),
+])
+def test_the_owner_is_told_that_an_order_may_be_lost_with_its_file(
+    name: str, follows: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    peer = Elector(name)
+    peer.store.write(CONTROL, [b"x"])
+    peer.restarted()
+    [message] = caplog.messages
+    assert message.startswith(f"the file 'control' in this run-dir is damaged; {follows}")
+
+
+@pytest.mark.parametrize("of_another", [b"x", pack(Control("another", 1, "paused", (), -1, b""))])
+def test_an_order_that_is_not_this_campaigns_is_dropped_and_told(of_another: bytes, caplog: pytest.LogCaptureFixture) -> None:
+    peer = Elector("A")
+    peer.store.write(CONTROL, [frame_record(of_another)])
+    assert peer.restarted().part.controls.newest is None
+    assert caplog.messages == ["the control record of this peer is damaged, or another campaign's; others have it"]
 
 
 def test_an_elector_that_lost_the_end_of_its_log_does_not_vote_on_an_earlier_round_than_before() -> None:

@@ -117,6 +117,8 @@ def test_a_bootstrap_peer_goes_on_with_its_own_key_only(tmp_path: Path, begins: 
         (folder / ADDRESS_FILE).write_bytes(damaged)
         require_same_identity(make_peer_config(run_dir=folder, identity=tmp_path / "own.key"), begins)
     (folder / ADDRESS_FILE).unlink()
+    (folder / ADDRESS_FILE).mkdir()
+    require_same_identity(make_peer_config(run_dir=folder, identity=tmp_path / "own.key"), begins)
     with pytest.raises(UserError, match=r"typo.key: no such file, but .* was served by another peer before"):
         require_same_identity(make_peer_config(run_dir=folder, identity=typo), begins)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,12 @@ from spes_p2p.campaign.files import read_run_dir
 from spes_p2p.client import me
 from spes_p2p.client.me import StillPreparing, as_of, look_at, own_share, render, with_standing
 from spes_p2p.config.campaign import make_peer_config
+from spes_p2p.consensus.output import LOG
 from spes_p2p.errors import UserError
 from spes_p2p.messages.presence import Contribution, RoundRecord
 from spes_p2p.net.identity import RSAIdentity
 from spes_p2p.observe.events import BaseRestored, Controlled, Event, PeerStarted, PhaseTrained, RoundCommitted
-from spes_p2p.observe.history import Entry
+from spes_p2p.observe.history import HISTORY_FILE, Entry
 from spes_p2p.session.observers import observing
 from spes_p2p.session.own_state import STATE_FILE, OwnState, StateFile
 from spes_p2p.session.run_dir import ADDRESS_FILE
@@ -187,6 +189,28 @@ def test_a_trainer_that_the_owner_banned_reads_that_it_is_excluded(
     (tmp_path / STATE_FILE).write_text("")
     monkeypatch.setattr(me, "takes_part", lambda commit, peer: peer != ME)
     assert "  standing excluded, by the owner's order or by a proof" in render(with_standing(look_at(tmp_path), tmp_path))
+
+
+def test_a_damaged_log_is_for_the_trainer_to_tell_when_it_starts(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run_dir(tmp_path, [], PeerStarted(ME))
+    (tmp_path / STATE_FILE).touch()
+    (tmp_path / LOG).write_bytes(b"torn")
+    assert with_standing(look_at(tmp_path), tmp_path).peer_id == ME
+    assert caplog.messages == []
+
+
+@pytest.mark.parametrize("lose", [Path.unlink, Path.touch])
+def test_a_lost_journal_is_said_beside_the_zeros_that_follow_from_it(tmp_path: Path, lose: Callable[[Path], None]) -> None:
+    run_dir(tmp_path, [])
+    RSAIdentity(tmp_path / "identity.key")
+    (tmp_path / STATE_FILE).touch()
+    lose(tmp_path / HISTORY_FILE)
+    assert not look_at(tmp_path).is_lost
+    (tmp_path / LOG).touch()
+    share = look_at(tmp_path)
+    assert share.is_lost
+    assert render(share).endswith("\n  journal  history.jsonl is lost, so nothing above counts what came before; once the "
+                                  "trainer runs again, it asks others for the past")
 
 
 def test_a_bootstrap_peers_run_dir_is_said_to_be_no_trainers(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -116,6 +117,20 @@ async def test_a_vote_that_finds_no_room_is_not_given_and_the_others_decide() ->
     await swarm.until_finished()
     assert reached
     swarm.assert_replicas_agree()
+
+
+async def test_work_in_the_background_that_finds_no_room_is_told_in_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    async def fail(error: Exception) -> None:
+        raise error
+
+    swarm = VirtualSwarm(campaign())
+    swarm.start_bootstrap()
+    for error in (UserError("commits.log: cannot be written"), ValueError("a bug")):
+        swarm.nodes["W"].spawn(fail(error))
+    await asyncio.sleep(1)
+    gc.collect()
+    told = [(record.getMessage(), bool(record.exc_info)) for record in caplog.records if record.levelname == "ERROR"]
+    assert told == [("commits.log: cannot be written", False), ("a bug", True)]
 
 
 HARMS: dict[str, Callable[[bytes], bytes]] = {

@@ -475,6 +475,10 @@ def test_an_event_log_that_cannot_be_written_is_refused_before_the_run(tmp_path:
         simulate_virtual(None, {}, range(1), 1, None, tmp_path / "missing" / "log.txt", unseen)
 
 
+def test_an_event_log_may_be_a_pipe_or_a_device() -> None:
+    simulate_virtual(None, {"rounds": 1}, range(1), 1, None, Path("/dev/null"), unseen)
+
+
 def test_a_scenario_file_says_who_gets_which_fault_and_link(tmp_path: Path) -> None:
     path = tmp_path / "scenario.yaml"
     path.write_text(

@@ -1,18 +1,37 @@
-"""The reports of benchmarks, as JSON."""
+"""What benchmarks share: their options, how they end early, and their reports, as JSON."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import logging
+import signal
+import sys
 from pathlib import Path
 from typing import Any
 
 
 def parser_of(about: str | None) -> argparse.ArgumentParser:
-    """Return a parser with the option --json. `about`: for --help."""
+    """Return a parser with the option --json, of a benchmark that signals end. `about`: for --help."""
+    end_on_signals()
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there too")
     return parser
+
+
+def end_on_signals() -> None:
+    """Let Ctrl-C, SIGTERM and a closed terminal end the benchmark as an error does, but without a traceback.
+
+    So its processes and folders are removed.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, _end)
+
+
+def _end(number: int, frame: object) -> None:
+    logging.disable()  # asyncio's account of the tasks that end with it
+    sys.exit(128 + number)
 
 
 def tell(report: dict[str, Any], file: Path | None) -> None:

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from bench_json import end_on_signals
 
 ROOT = Path(__file__).resolve().parents[1]
 BENCHMARKS = ROOT / "tools" / "benchmarks.py"
@@ -55,6 +56,7 @@ def main() -> int:
     parser.add_argument("--small", action="store_true", help="small campaigns instead of the recipes")
     parser.add_argument("--rounds", type=int, default=9, help="measured rounds of each comparison (default 9)")
     arguments = parser.parse_args()
+    end_on_signals()
     if arguments.device == "cuda" and not torch.cuda.is_available():
         parser.error("torch finds no CUDA device here; --device cpu --small tries the script without one")
     checks = checks_for(arguments.device, arguments.small, arguments.rounds)

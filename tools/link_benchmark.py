@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import Any
 
 from bench_json import parser_of, tell
-from round_benchmark import Process, end_on_signals, started
+from round_benchmark import Process, started
 from round_contenders import EXPERTS, Report, our_campaign, our_layout, tensor_sizes
 
 from spes_p2p.observe.events import Event, RoundCommitted
@@ -87,7 +87,6 @@ def main() -> int:
     why = why_unavailable()
     if why is not None and not {"across", "whole"}.issuperset(arguments.only):
         parser.error(why)
-    end_on_signals()
     report: Report = {}
     if "overlap" in arguments.only:
         report["overlap"] = overlap_case(arguments)

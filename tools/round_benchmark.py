@@ -10,7 +10,6 @@ share one disk.
 from __future__ import annotations
 
 import json
-import signal
 import statistics
 import subprocess
 import sys
@@ -60,7 +59,6 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, default=Path("/dev/shm"), help="where run-dirs are made and removed")
     parser.add_argument("--base", choices=("disk", "ram"), default="disk", help="what our peers read the base from")
     arguments = parser.parse_args()
-    end_on_signals()
     elements = arguments.megabytes * 10**6 // 4
     measured: dict[str, list[Report]] = {name: [] for name in arguments.only}
     for number in range(arguments.rounds):
@@ -72,13 +70,6 @@ def main() -> int:
     if arguments.plot is not None:
         plot(report, arguments.plot)
     return 0
-
-
-def end_on_signals() -> None:
-    """Let SIGTERM and a closed terminal end the benchmark as an error does, so that processes and folders are removed."""
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) is not signal.SIG_IGN:
-            signal.signal(number, lambda number, frame: sys.exit(128 + number))
 
 
 def command_of(program: Path) -> list[str]:

@@ -13,6 +13,8 @@ import time
 from collections import Counter
 from pathlib import Path
 
+from bench_json import end_on_signals
+
 import spes_p2p
 from spes_p2p.testing.simulate.scenario import Scenario, peer_names
 from spes_p2p.testing.simulate.virtual import run_seed
@@ -27,6 +29,7 @@ def main() -> None:
     parser.add_argument("--peers", type=int, default=256, help="default 256")
     parser.add_argument("--rounds", type=int, default=4, help="and three more, as in spes-p2p simulate (default 4)")
     arguments = parser.parse_args()
+    end_on_signals()
     profile = cProfile.Profile(time.process_time)
     profile.runcall(run_seed, Scenario(peer_names(arguments.peers), arguments.rounds, fault_rate=0.0), 0)
     seconds = seconds_by_area(pstats.Stats(profile))

@@ -25,7 +25,6 @@ from typing import Any
 import psutil
 import yaml
 from bench_json import parser_of, tell
-from round_benchmark import end_on_signals
 
 from spes_p2p.net.die_with_parent import under_guard
 
@@ -53,7 +52,6 @@ def main() -> int:
     arguments = parser.parse_args()
     os.environ.update(OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false", HF_HUB_OFFLINE="1")
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-    end_on_signals()
     with tempfile.TemporaryDirectory(prefix="bench-startup-") as folder:
         report = measure(Path(folder), arguments.repeat, arguments.rounds)
     tell(report, arguments.json)

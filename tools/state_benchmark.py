@@ -28,6 +28,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import psutil
+from bench_json import end_on_signals
 from benchmarks import RandomText
 from reducer_benchmark import CONTRIBUTORS, reduce_parts
 
@@ -93,6 +94,7 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, default=Path("runs"), help="where a run-dir is made and removed (default runs)")
     parser.add_argument("--json", nargs="?", const="-", metavar="FILE", help="print JSON, or write it to a file")
     arguments = parser.parse_args()
+    end_on_signals()
     if arguments.rounds < 2:
         parser.error(f"--rounds {arguments.rounds}: at least 2, one of them with a merge")
     if not 0.01 <= arguments.billions <= 100:

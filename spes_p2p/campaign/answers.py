@@ -57,7 +57,7 @@ SIZES = {
     "1b": Size(
         2048, 256, 8, 50, "5.0e-4", 1.0, 0.95, "adamw", 768, 2048, 12, 12, 16, 2, "0.93B, GPUs from 8 GB; SPES's smallest"
     ),
-    "7b": Size(2048, 1024, 2, 50, "4.0e-4", 1.0, 0.95, "adamw", 2048, 2048, 16, 16, 32, 4, "6.7B, GPUs from 24 GB; SPES's"),
+    "7b": Size(2048, 1024, 2, 50, "4.0e-4", 1.0, 0.95, "adamw", 2048, 2048, 16, 16, 32, 4, "6.7B, GPUs from 16 GB; SPES's"),
 }
 CONTINUED = Recipe(2048, 64, None, 50, "1.0e-4", 1.0, 0.95, "adamw")
 """For existing weights: SPES's learning rate for its upcycled 9B model."""

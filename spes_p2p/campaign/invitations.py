@@ -96,4 +96,7 @@ def keep_invitation(invitation: Invitation | None, run_dir: Path) -> None:
 def kept(run_dir: Path) -> Invitation | None:
     """Return the invitation in a run-dir, if any. Raises UserError when it is damaged."""
     path = run_dir / FILE
-    return from_text(path.read_text(), str(path)) if path.exists() else None
+    try:
+        return from_text(path.read_text(errors="replace"), str(path)) if path.exists() else None
+    except UserError:
+        raise UserError(f"{path}: damaged; give the invitation again with --invite, or delete the file") from None

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from spes_p2p.config.addresses import EXAMPLE_ADDRESS, check_peer_addresses, is_peer_address
+from spes_p2p.config.addresses import EXAMPLE_ADDRESS, check_peer_addresses
 from spes_p2p.config.quantities import Spare, parse_bits_per_second, parse_bytes, parse_spare
 from spes_p2p.errors import UserError
 
@@ -44,14 +44,13 @@ def own_or_addresses(targets: list[str]) -> tuple[OwnState | None, list[str]]:
             raise UserError(f"'{targets[0]}': no such folder, and not the address of a peer; example: {EXAMPLE_ADDRESS}")
         return None, checked_peers(targets) or []
     from spes_p2p.session.own_state import STATE_FILE, require_running
-    from spes_p2p.session.run_dir import ADDRESS_FILE
+    from spes_p2p.session.run_dir import ADDRESS_FILE, shown_address
 
-    address = run_dir / ADDRESS_FILE
-    if address.is_file() and not (run_dir / STATE_FILE).exists():
-        said = address.read_text(encoding="utf-8", errors="replace").strip()
-        if not is_peer_address(said):
-            raise UserError(f"{address}: damaged; start this bootstrap peer again, or give the address of a peer")
-        return None, [said]
+    address = shown_address(run_dir)
+    if address is not None and not (run_dir / STATE_FILE).exists():
+        if not address:
+            raise UserError(f"{run_dir / ADDRESS_FILE}: damaged; start this bootstrap peer again, or give a peer's address")
+        return None, [address]
     own = require_running(run_dir)
     return own, list(own.addresses)
 

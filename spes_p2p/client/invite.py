@@ -11,14 +11,13 @@ from spes_p2p.client.connection import connect
 from spes_p2p.client.owner import owner_key, require_owner
 from spes_p2p.config.addresses import check_peer_addresses
 from spes_p2p.consensus.admission import signed_invitation
-from spes_p2p.consensus.commit_log import CommitLog
 from spes_p2p.consensus.control import ControlRecords, is_banned
-from spes_p2p.consensus.output import CONTROL, LOG
+from spes_p2p.consensus.output import CONTROL
 from spes_p2p.errors import UserError
 from spes_p2p.messages.admission import Invitation
 from spes_p2p.messages.consensus import Commit, Control
 from spes_p2p.net.identity import Visitor
-from spes_p2p.peer.durable import read_record
+from spes_p2p.peer.durable import read_log, read_record
 from spes_p2p.storage.store import DirectoryStore
 
 
@@ -50,5 +49,5 @@ async def _campaign(target: str) -> tuple[CampaignFiles, Commit, Control | None]
         raise UserError(f"{target}: neither the address of a peer (/ip4/.../p2p/...) nor a run-dir with a campaign; "
                         "a bootstrap peer's has one once it has started")
     store, reader = DirectoryStore(Path(target)), Visitor("")
-    log = CommitLog(reader, known[1], store.records(LOG))
+    log = read_log(store, known[1], reader)
     return *known, ControlRecords(log, reader, read_record(store, CONTROL, None)).newest

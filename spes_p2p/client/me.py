@@ -15,7 +15,6 @@ from pathlib import Path
 
 from spes_p2p.campaign.files import read_run_dir
 from spes_p2p.client.worth import worth_of
-from spes_p2p.consensus.commit_log import CommitLog
 from spes_p2p.consensus.control import takes_part
 from spes_p2p.consensus.output import LOG
 from spes_p2p.errors import UserError
@@ -80,6 +79,8 @@ class OwnShare:
     """Of a newcomer."""
     others: tuple[str, ...] = ()
     """Other identities that have used the run-dir; what the journal has of them does not count."""
+    is_lost: bool = False
+    """Whether the run-dir has commits, and its journal nothing."""
 
 
 def own_share(
@@ -154,7 +155,8 @@ def look_at(run_dir: Path, identity: Path | None = None) -> OwnShare:
     journal = read_journal(run_dir) if (run_dir / HISTORY_FILE).exists() else []
     started = [] if identity else [entry.peer_id for _, entry in journal if isinstance(entry, PeerStarted)]
     peer_id = started[-1] if started else _peer_of(identity or run_dir / "identity.key")
-    return own_share(journal, peer_id, known[0].campaign.config.total_rounds, state, time.time())
+    share = own_share(journal, peer_id, known[0].campaign.config.total_rounds, state, time.time())
+    return replace(share, is_lost=not journal and (run_dir / LOG).exists())
 
 
 def _peer_of(identity: Path) -> str:
@@ -166,13 +168,14 @@ def _peer_of(identity: Path) -> str:
 def with_standing(share: OwnShare, run_dir: Path) -> OwnShare:
     """Return it with what the commits in the run-dir say of its standing. Raises UserError."""
     from spes_p2p.campaign.invitations import kept
-    from spes_p2p.session.admission import standing_in  # imports numpy
+    from spes_p2p.peer.durable import read_log  # imports numpy
+    from spes_p2p.session.admission import standing_in
     from spes_p2p.storage.store import DirectoryStore
 
     known, me = read_run_dir(run_dir), share.peer_id
     if known is None:
         return share
-    log = CommitLog(Visitor(me), known[1], DirectoryStore(run_dir).records(LOG))
+    log = read_log(DirectoryStore(run_dir), known[1], Visitor(me))
     if not takes_part(log.last, me):
         return replace(share, standing="excluded", probation=None)
     standing, probation = standing_in(log, me, known[0].campaign.config, kept(run_dir))
@@ -227,6 +230,8 @@ def render(share: OwnShare) -> str:
         f"  experts  {human_indices(share.experts)} now; {human_count(share.expert_steps)} steps of experts in all",
         f"  time     {human_seconds(3600 * share.hours)} in training steps, by this machine's clock",
         *([f"  journal  other entries are another identity's ({others}) and do not count here"] if others else []),
+        *([f"  journal  {HISTORY_FILE} is lost, so nothing above counts what came before; once the trainer runs again, it "
+           "asks others for the past"] if share.is_lost else []),
         *([] if worth is None else [
             f"  worth    experts {human_indices(worth.experts)}: {worth.nats:+.4f} ± {worth.error:.4f} nats per token; "
             f"held-out loss {human_loss(worth.loss)}, without them {human_loss(worth.loss_without)} (base {worth.round})"]),

@@ -28,14 +28,13 @@ from spes_p2p.client.model_card import (
     told_missing,
     told_orders,
 )
-from spes_p2p.config.addresses import is_peer_address
 from spes_p2p.consensus.output import LOG
 from spes_p2p.errors import UserError
 from spes_p2p.messages.presence import RoundRecord
 from spes_p2p.observe.events import Controlled, Event, RoundCommitted, TasksEvaluated
 from spes_p2p.observe.history import HISTORY_FILE, read_rounds
 from spes_p2p.observe.units import counted, human_bytes, human_count, human_loss, human_scores, human_seconds
-from spes_p2p.session.run_dir import ADDRESS_FILE
+from spes_p2p.session.run_dir import shown_address
 
 Row = Sequence[str]
 CONTINUED_ROUNDS = 8
@@ -181,11 +180,9 @@ def _configuration(origin: Origin) -> str:
 
 
 def _commands(run_dir: Path) -> str:
-    address = run_dir / ADDRESS_FILE
     lines = [f"spes-p2p export --run-dir {shlex.quote(str(run_dir))} --output checkpoint"]
-    said = address.read_text(encoding="utf-8", errors="replace").strip() if address.is_file() else ""
-    if is_peer_address(said):
-        lines.append(f"spes-p2p export --from {said} --output checkpoint    # while the swarm runs")
+    if address := shown_address(run_dir):
+        lines.append(f"spes-p2p export --from {address} --output checkpoint    # while the swarm runs")
     lines.append('spes-p2p generate checkpoint --prompt "Once upon a time"')
     return f"<pre>{_text(chr(10).join(lines))}</pre>"
 

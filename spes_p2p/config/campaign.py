@@ -69,7 +69,7 @@ class TrainingConfig(Section):
         "adamw", description="Optimizer of the local steps. muon: Muon for the matrices of attention and experts, at the same "
         "learning rate and one moment instead of two; AdamW for embeddings, output head, routers and vectors. In an open "
         "campaign its momentum begins anew with each phase, so that audits can train it again.")
-    learning_rate: PositiveNumber = Field(description="Peak learning rate.")
+    learning_rate: PositiveNumber = Field(le=1e6, description="Peak learning rate.")
     embedding_lr_ratio: PositiveNumber = Field(
         1.0, description="Learning rate of the embedding and the output head, as a multiple of learning_rate.")
     warmup_steps: Count = Field(0, description="Campaign steps of linear warm-up.")

@@ -167,10 +167,11 @@ class ControlRecords:
         if record is not None:
             try:
                 held = unpack(Control, record)
-            except WireError:
-                logger.warning("the control record of this peer is damaged; others have it")
-            else:
                 self._held = held if is_signed(held, log.last, identity) else None
+            except WireError:
+                self._held = None
+            if self._held is None:
+                logger.warning("the control record of this peer is damaged, or another campaign's; others have it")
 
     @property
     def newest(self) -> Control | None:

@@ -18,6 +18,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
+from functools import lru_cache
 from pathlib import Path
 from typing import IO, Any, NamedTuple, cast
 
@@ -160,7 +161,7 @@ def _lines(file: Path) -> Iterator[tuple[float, Event | RoundRecord]]:
             with _opened_part(path) as lines:
                 yield from _entries(path, lines)
         except (EOFError, gzip.BadGzipFile, zlib.error):
-            logger.warning("%s: damaged, its rest is skipped", path)
+            _say(f"{path}: damaged, its rest is skipped")
     if current is not None:
         with current:
             yield from _entries(file, current)
@@ -203,7 +204,13 @@ def _entries(file: Path, lines: Iterable[bytes]) -> Iterator[tuple[float, Event 
         except (ValueError, KeyError, TypeError, AttributeError, ValidationError):
             damaged.append(number)
     if damaged:
-        logger.warning("%s: %s skipped, the first is line %d", file, counted(len(damaged), "damaged line"), damaged[0])
+        _say(f"{file}: {counted(len(damaged), 'damaged line')} skipped, the first is line {damaged[0]}")
+
+
+@lru_cache(maxsize=64)
+def _say(damage: str) -> None:
+    """Warn, but only once: the dashboard reads a trainer's journal again with each of its rounds."""
+    logger.warning("%s", damage)
 
 
 def _parts(run_dir: Path) -> list[Path]:

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from typing import TypeVar
 
 from spes_p2p.consensus.acceptor import IsValid, fresh_votes, read_votes
+from spes_p2p.consensus.commit_log import CommitLog
+from spes_p2p.consensus.control import owner_of
 from spes_p2p.consensus.output import CONTROL, LOG, VOTES, Identity, Output, Write
 from spes_p2p.consensus.participant import Files, Participant
 from spes_p2p.messages.consensus import Commit, Milestone
@@ -15,6 +17,9 @@ from spes_p2p.storage.interfaces import Store
 from spes_p2p.storage.store import frame_record, parse_records
 
 MADE_ANEW = "it is made anew"
+OTHERS_HAVE = "other peers have the owner's orders"
+OTHERS_MAY_HAVE = ("an order that no round has applied yet is lost unless other peers have it; repeat what spes-p2p status "
+                   "does not show, bans too")
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -26,7 +31,8 @@ def open_participant(
     """Open the consensus core from its files. Damaged ones are replaced; raises UserError when that fails."""
     records = store.records(LOG)
     votes, had_votes = read_record(store, VOTES, None), store.read(VOTES) is not None
-    files = Files(votes, records, read_record(store, CONTROL, "other peers have the owner's orders"))
+    of_orders = OTHERS_MAY_HAVE if owner_of(genesis) == identity.peer_id else OTHERS_HAVE
+    files = Files(votes, records, read_record(store, CONTROL, of_orders))
     participant = Participant(identity, genesis, files, rng, is_valid)
     if had_votes and votes is None:
         _say_damaged(VOTES, _without_votes(participant.log.last.electorate, identity.peer_id))
@@ -59,6 +65,11 @@ def _without_votes(electorate: Sequence[str], me: str) -> str:
         return "this peer casts no vote until a commit lists its new ones, as a rule in two rounds"
     return ("no round is decided without the votes of this peer, so rounds wait until the owner's bootstrap peer reforms the "
             "swarm (after sync.reform_after_s)")
+
+
+def read_log(store: Store, genesis: Commit, identity: Identity) -> CommitLog:
+    """Return the commits of a run-dir to one who only reads them. What is damaged, its peer says and mends when it starts."""
+    return CommitLog(identity, genesis, parse_records(bytes(store.read(LOG) or b"")))
 
 
 def read_record(store: Store, name: str, follows: str | None = MADE_ANEW) -> bytes | None:

@@ -178,8 +178,14 @@ class Node:
         """Run a coroutine in the background until it ends or the node closes."""
         task = asyncio.get_running_loop().create_task(coroutine)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._ended)
         return task
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        """Log what a task in the background raised: a full disk in one line, a bug with its traceback."""
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.error("%s", error, exc_info=None if isinstance(error, UserError) else error)
 
     def others(self, role: str | None = None) -> list[str]:
         """Return the other peers in the registry, those of the last commit first.

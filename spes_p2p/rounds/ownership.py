@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Mapping, Sequence, Set
+from functools import cache
+from heapq import heappop, heappush
 
 from spes_p2p.messages.consensus import Commit
 from spes_p2p.rounds.remembered import remembered
@@ -37,6 +39,8 @@ def assign_experts(
     quota = _quotas(room, num_experts * copies, order)
     owners: list[set[str]] = [set() for _ in range(num_experts)]
     free = dict(quota)
+    # Drawn when first asked for: a peer that is full by then stays so.
+    by_rank = cache(lambda expert: sorted(filter(free.get, free), key=lambda peer: _rank(salt, f"{peer}/{expert}")))
     for turn in range(copies):
         for expert in range(num_experts):
             if len(owners[expert]) > turn:
@@ -46,26 +50,26 @@ def assign_experts(
                 _give(expert, min(keepers), owners, free)
         for expert in range(num_experts):
             if len(owners[expert]) <= turn:
-                _place(expert, owners, free, salt)
+                _place(expert, owners, free, by_rank(expert))
     return tuple(tuple(sorted(peers)) for peers in owners)
 
 
 def _quotas(room: Mapping[str, int], wanted: int, order: Sequence[str]) -> dict[str, int]:
     """Share `wanted` places among the peers as evenly as their room allows; the first in `order` get the remainder."""
-    quota = dict.fromkeys(room, 0)
-    for _ in range(wanted):
-        open_peers = [peer for peer in order if quota[peer] < room[peer]]
-        if not open_peers:
-            break
-        quota[min(open_peers, key=lambda peer: quota[peer])] += 1
+    quota, least = dict.fromkeys(room, 0), [(0, place, peer) for place, peer in enumerate(order)]
+    for _ in range(min(wanted, sum(room.values()))):
+        has, place, peer = heappop(least)
+        quota[peer] = has + 1
+        if has + 1 < room[peer]:
+            heappush(least, (has + 1, place, peer))
     return quota
 
 
-def _place(expert: int, owners: list[set[str]], free: dict[str, int], salt: str) -> None:
+def _place(expert: int, owners: list[set[str]], free: dict[str, int], by_rank: Sequence[str]) -> None:
     """Give the expert to the peer with most free places; if only its owners have any, swap with another expert."""
-    takers = [peer for peer in free if free[peer] > 0 and peer not in owners[expert]]
+    takers = [peer for peer in by_rank if free[peer] > 0 and peer not in owners[expert]]
     if takers:
-        _give(expert, min(takers, key=lambda peer: (-free[peer], _rank(salt, f"{peer}/{expert}"))), owners, free)
+        _give(expert, max(takers, key=free.__getitem__), owners, free)
         return
     for peer in sorted(peer for peer in free if free[peer] > 0):
         for other, others_owners in enumerate(owners):

@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from spes_p2p.campaign.files import CAMPAIGN_FILE, CampaignFiles, read_run_dir
-from spes_p2p.errors import RunDirInUse, UserError
+from spes_p2p.config.addresses import is_peer_address
+from spes_p2p.errors import Damaged, RunDirInUse, UserError
 from spes_p2p.rounds.archive import archived_rounds, load_archived
 from spes_p2p.rounds.base import Base, load_base
 from spes_p2p.rounds.outer import base_size
@@ -15,6 +16,13 @@ from spes_p2p.storage.store import DirectoryStore
 
 ADDRESS_FILE = "address"
 """The address that a bootstrap peer shows, in its run-dir."""
+
+
+def shown_address(run_dir: Path) -> str | None:
+    """Return the address that a bootstrap peer showed in its run-dir: None without the file, empty if it is damaged."""
+    file = run_dir / ADDRESS_FILE
+    said = file.read_text(encoding="utf-8", errors="replace").strip() if file.is_file() else None
+    return "" if said and not is_peer_address(said) else said
 
 
 @contextlib.contextmanager
@@ -58,7 +66,12 @@ def load_run_dir_base(run_dir: Path, round_number: int | None = None) -> tuple[C
 
     config = known[0].campaign.config
     store, size = DirectoryStore(run_dir), base_size(layout_of(config.model), config.outer)
-    base = load_base(store, size, str(run_dir))
+    try:
+        base = load_base(store, size, str(run_dir))
+    except Damaged:
+        if round_number is None:
+            raise
+        base = None  # the archived one may be whole
     if round_number is not None and (base is None or base.round != round_number):
         base = load_archived(store, round_number, size, str(run_dir))
         if base is None:

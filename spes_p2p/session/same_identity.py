@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 
 from spes_p2p.campaign.files import read_genesis
-from spes_p2p.config.addresses import is_peer_address, peer_of
+from spes_p2p.config.addresses import peer_of
 from spes_p2p.config.campaign import PeerConfig
 from spes_p2p.errors import UserError
 from spes_p2p.net.identity import DamagedIdentity, RSAIdentity
-from spes_p2p.session.run_dir import ADDRESS_FILE
+from spes_p2p.session.run_dir import shown_address
 
 logger = logging.getLogger(__name__)
 
@@ -20,9 +20,7 @@ def require_same_identity(settings: PeerConfig, begins: bool) -> None:
     `begins`: it helps no other bootstrap peer, so a campaign may begin here, with a new key.
     """
     path, run_dir = settings.identity_path, settings.run_dir
-    said = run_dir / ADDRESS_FILE
-    address = said.read_text(encoding="utf-8", errors="replace").strip() if said.exists() else ""
-    before = peer_of(address) if is_peer_address(address) else ""  # a damaged file is written anew
+    before = peer_of(shown_address(run_dir) or "")  # a damaged file is written anew
     if read_genesis(run_dir) is not None:
         try:
             own = RSAIdentity(path).peer_id if path.exists() else None

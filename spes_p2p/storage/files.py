@@ -61,7 +61,7 @@ def write_whole(path: Path, content: bytes, mode: int = 0o666) -> None:
     Raises UserError where there is something other than a file. An OSError names the file. Nothing is left of a failure.
     """
     if path.exists() and not path.is_file():
-        raise UserError(f"{path}: is no regular file; name a file")
+        raise UserError(f"{path}: is no regular file; move it away, or name a file")
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f"{path.name}.{os.getpid()}{TEMPORARY}")
     temporary.unlink(missing_ok=True)

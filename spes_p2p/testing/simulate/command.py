@@ -49,7 +49,7 @@ def simulate_virtual(
         settings_of(config)
     if event_log is not None and scenario.attackers:
         raise UserError(f"--event-log {event_log}: holds one run; attackers take two or more of a seed, so leave them out")
-    if event_log is not None:
+    if event_log is not None and not (event_log.is_fifo() or event_log.is_char_device()):
         require_place(event_log, "--event-log")
     started = time.monotonic()
     with progress(_what(len(seeds), scenario)) as update:
