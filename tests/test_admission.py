@@ -29,6 +29,7 @@ from spes_p2p.messages.methods import PREPARE, ROUND
 from spes_p2p.messages.refusals import Code
 from spes_p2p.messages.rounds import Announcement
 from spes_p2p.net.identity import RSAIdentity
+from spes_p2p.net.interfaces import World
 from spes_p2p.net.rpc import RpcEndpoint
 from spes_p2p.storage.store import DirectoryStore, frame_record
 from spes_p2p.testing.simulate.swarm import VirtualSwarm, campaign
@@ -245,6 +246,28 @@ async def test_a_peer_whose_invitation_expires_hands_back_its_work_and_says_so()
     await swarm.until_round(number + 3)
     assert "B" not in swarm.nodes["A"].log.last.members
     await swarm.until_finished()
+
+
+@pytest.mark.long
+async def test_a_coordinator_whose_clock_is_ahead_says_so_once_and_rounds_go_on_when_it_is_set(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    swarm = VirtualSwarm(campaign(admission="open", sync={"min_peers": 1}))
+    swarm.invitations = {"A": swarm.invitation("A", ELECTOR)}
+    ahead_s = 2.0**41
+
+    def around(world: World) -> World:
+        return replace(world, wall_time=lambda: swarm.network.wall_time() + ahead_s)
+
+    swarm.around["W"] = around
+    swarm.start_all("A")
+    await asyncio.sleep(60)
+    assert swarm.nodes["A"].log.round == -1
+    said = [each.getMessage() for each in caplog.records if "clock is ahead" in each.getMessage()]
+    assert len(said) == 1
+    assert said[0].startswith("refused A: the invitation expired at ")
+    ahead_s = 0.0
+    await swarm.until_round(1)
 
 
 @pytest.mark.sampled(1)
