@@ -241,4 +241,25 @@ async def test_strangers_that_come_too_late_under_ever_new_names_are_forgotten_w
         asked.update(set(names) & members._pinged.keys())
         assert not service.too_late.peers, "nobody answers"
     assert len(asked) == 8 * MAX_LATE
-    assert max(map(len, (members._pinged, members._pings, members._dead))) <= 2 * MAX_LATE
+    assert max(len(members._pinged), len(members._pings), len(members._dead)) <= 2 * MAX_LATE
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("liar", ["A", "W"])
+@pytest.mark.long
+async def test_who_withholds_the_last_commits_from_a_joiner_keeps_it_out_of_no_more_than_two_rounds(liar: str) -> None:
+    swarm = VirtualSwarm(campaign(total_steps=10**6))
+    swarm.start_all()
+    await swarm.until_round(5)
+    node, shown = swarm.nodes[liar], swarm.nodes[liar].log.round - 2
+
+    async def cut(stream: Stream) -> None:
+        after = unpack(CommitsRequest, await stream.message()).after
+        found = tuple(each for each in node.log.since(after) if each.commit.round <= shown)
+        await stream.send(compressed(pack(Decide(found))))
+
+    await node.endpoint.serve(COMMITS, cut)
+    swarm.start("D")
+    joined = node.log.round
+    await swarm.until(lambda: "D" in swarm.nodes["B"].log.last.members, 100.0)
+    assert swarm.nodes["B"].log.round <= joined + 2
