@@ -16,7 +16,7 @@ from recorded_run import CONFIG, run_dir
 
 from spes_p2p.campaign.files import read_run_dir
 from spes_p2p.campaign.invitations import from_text, keep_invitation, kept, parse_guest, read_option, to_text
-from spes_p2p.consensus.admission import check_admission, signed_invitation
+from spes_p2p.consensus.admission import check_admission, signed_invitation, utc
 from spes_p2p.consensus.control import signed
 from spes_p2p.consensus.electorate import coordinator_order
 from spes_p2p.consensus.output import CONTROL
@@ -87,9 +87,10 @@ def test_an_invitation_admits_whom_the_owner_named_in_the_roles_that_it_names(
 
 
 def test_among_friends_nobody_needs_an_invitation_and_a_wrong_one_harms_nobody() -> None:
-    for given_one in (None, invitation(signer="B"), invitation("B", expires=1)):
+    for given_one in (None, invitation(signer="B"), invitation("B", expires=1), invitation(expires=2**63 - 1)):
         assert not refusal("A", given_one, rule="friends")
         assert not refusal("A", given_one, trains=False, rule="friends")
+    assert utc(2**63 - 1) == "9999-12-31 23:59 UTC", "join says until when it holds"
 
 
 def test_an_open_campaign_admits_every_trainer_but_no_false_invitation_and_no_helper_without_one() -> None:

@@ -23,6 +23,8 @@ from spes_p2p.messages.fields import MAX_SERVED
 from spes_p2p.messages.refusals import Code
 
 EXPIRED = "the invitation expired"
+LAST_S = 253402300799
+"""The end of the year 9999, in Unix time."""
 PROBATION_ROUNDS, PROBATION_AUDITS = 10, 1
 """Committed rounds with a newcomer's work, and where phases are audited (`rounds/audits.py`) passed audits, until it may own an
 expert alone and reduce. They keep a burst of new identities out of the roles that could harm others unseen."""
@@ -158,8 +160,8 @@ def begins_anew(commit: Commit) -> Collection[str]:
 
 
 def utc(unix_s: float) -> str:
-    """Return a time for people."""
-    return strftime("%Y-%m-%d %H:%M UTC", gmtime(unix_s))
+    """Return a time for people; the end of the year 9999 for later ones, which anybody may write into an invitation."""
+    return strftime("%Y-%m-%d %H:%M UTC", gmtime(min(unix_s, LAST_S)))
 
 
 def _message(invitation: Invitation) -> bytes:
