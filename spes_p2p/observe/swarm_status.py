@@ -19,6 +19,8 @@ SLOW_LINE = 4.0
 WAITING_SHARE = 0.25
 """Rounds that take less than this share of the training before them are not worth a remark."""
 NO_MAJORITY = "rounds wait until a majority is back, or the owner's bootstrap peer reforms the swarm (start it if it is down)"
+MAX_SILENT = 64
+"""Bounds the slow trainers that are remembered while they do not answer: strangers never come back."""
 STILL_SLOW = 0.5
 """A line that was slow stays so down to this share of both bounds: measurements of a line at a bound would flap."""
 
@@ -262,7 +264,7 @@ def slow_lines(peers: Sequence[PeerStatus], before: Collection[str] = ()) -> tup
     train_s = max((peer.round_seconds.get("train", 0.0) for peer in believed_of(trainers)), default=0.0)
     median = usual_upload(peers)
     silent = set(before) - {peer.peer_id for peer in peers}
-    return tuple(sorted(silent)) + tuple(
+    return tuple(sorted(silent)[:MAX_SILENT]) + tuple(
         peer.peer_id for peer in measured
         if holds_rounds_up(peer.upload, median, {**peer.round_seconds, "train": train_s}, peer.peer_id in before)
     )
