@@ -16,7 +16,7 @@ from recorded_run import CONFIG, run_dir
 
 from spes_p2p.campaign.files import read_run_dir
 from spes_p2p.campaign.invitations import from_text, keep_invitation, kept, parse_guest, read_option, to_text
-from spes_p2p.consensus.admission import check_admission, signed_invitation
+from spes_p2p.consensus.admission import check_admission, signed_invitation, utc
 from spes_p2p.consensus.control import signed
 from spes_p2p.consensus.electorate import coordinator_order
 from spes_p2p.consensus.output import CONTROL
@@ -29,6 +29,7 @@ from spes_p2p.messages.methods import PREPARE, ROUND
 from spes_p2p.messages.refusals import Code
 from spes_p2p.messages.rounds import Announcement
 from spes_p2p.net.identity import RSAIdentity
+from spes_p2p.net.interfaces import World
 from spes_p2p.net.rpc import RpcEndpoint
 from spes_p2p.storage.store import DirectoryStore, frame_record
 from spes_p2p.testing.simulate.swarm import VirtualSwarm, campaign
@@ -86,9 +87,10 @@ def test_an_invitation_admits_whom_the_owner_named_in_the_roles_that_it_names(
 
 
 def test_among_friends_nobody_needs_an_invitation_and_a_wrong_one_harms_nobody() -> None:
-    for given_one in (None, invitation(signer="B"), invitation("B", expires=1)):
+    for given_one in (None, invitation(signer="B"), invitation("B", expires=1), invitation(expires=2**63 - 1)):
         assert not refusal("A", given_one, rule="friends")
         assert not refusal("A", given_one, trains=False, rule="friends")
+    assert utc(2**63 - 1) == "9999-12-31 23:59 UTC", "join says until when it holds"
 
 
 def test_an_open_campaign_admits_every_trainer_but_no_false_invitation_and_no_helper_without_one() -> None:
@@ -249,6 +251,28 @@ async def test_a_peer_whose_invitation_expires_hands_back_its_work_and_says_so()
     await swarm.until_round(number + 3)
     assert "B" not in swarm.nodes["A"].log.last.members
     await swarm.until_finished()
+
+
+@pytest.mark.long
+async def test_a_coordinator_whose_clock_is_ahead_says_so_once_and_rounds_go_on_when_it_is_set(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    swarm = VirtualSwarm(campaign(admission="open", sync={"min_peers": 1}))
+    swarm.invitations = {"A": swarm.invitation("A", ELECTOR)}
+    ahead_s = 2.0**41
+
+    def around(world: World) -> World:
+        return replace(world, wall_time=lambda: swarm.network.wall_time() + ahead_s)
+
+    swarm.around["W"] = around
+    swarm.start_all("A")
+    await asyncio.sleep(60)
+    assert swarm.nodes["A"].log.round == -1
+    said = [each.getMessage() for each in caplog.records if "clock is ahead" in each.getMessage()]
+    assert len(said) == 1
+    assert said[0].startswith("refused A: the invitation expired at ")
+    ahead_s = 0.0
+    await swarm.until_round(1)
 
 
 @pytest.mark.sampled(1)

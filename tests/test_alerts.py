@@ -25,7 +25,7 @@ from spes_p2p.client.dashboard.webhook import HOLD_S, Notices, post_alerts
 from spes_p2p.config.addresses import check_webhook
 from spes_p2p.errors import UserError
 from spes_p2p.messages.presence import RoundRecord
-from spes_p2p.observe.swarm_status import gather, slow_lines
+from spes_p2p.observe.swarm_status import MAX_SILENT, gather, slow_lines
 from spes_p2p.testing.simulate.swarm import campaign
 
 pytestmark = pytest.mark.real_time
@@ -339,6 +339,7 @@ def test_a_line_near_the_bound_does_not_flap() -> None:
 
     others = [replace(each, upload=12.5e6) for each in swarm.statuses[1:]]
     assert slow_lines(others, (thin,)) == (thin,)
+    assert len(slow_lines(others, tuple(f"gone {i}" for i in range(10 * MAX_SILENT)))) == MAX_SILENT
     assert alerts(gather(others), swarm.records, swarm.now, (thin,)) == []
     at_the_bound = ((1.1, 8.0), (0.9, 8.0), (1.1, 8.0), (1.9, 1.3), (2.1, 8.0), (1.1, 8.0))
     assert looks(*at_the_bound) == [False, True, True, True, False, False]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -45,6 +46,7 @@ LIES: dict[str, Callable[[RoundRecord], RoundRecord]] = {
     "a stranger without tokens": lambda r: replace(r, contributions=(*r.contributions, Contribution("liar", 0, 10**9))),
     "all work is the liar's": lambda r: moved(r, "C"),
     "a round to come": lambda r: replace(r, round=10**6),
+    "no time": lambda r: replace(r, time=math.nan),
     "more experts": lambda r: replace(r, contributions=(
         replace(r.contributions[0], expert_steps=10**6), *r.contributions[1:])),
 }
@@ -184,6 +186,28 @@ async def test_a_dashboard_credits_nobody_for_a_lie(tmp_path: Path, is_helper_th
     assert [record.round for record in records] == list(range(6))
     assert [record.contributions for record in records] == honest
     assert owners_first(client, ["A", "W", "B"])[0] == "W"
+
+
+async def test_no_stranger_says_when_rounds_were(tmp_path: Path) -> None:
+    """Otherwise one that answers first raises an alarm for the owner, or keeps one from being raised."""
+    swarm = RememberingSwarm(tmp_path, total_steps=100)
+    await swarm.begin()
+    await swarm.until_round(4)
+    known = swarm.histories["A"].rounds._records
+    for number in list(known):
+        known[number] = replace(known[number], time=1e15)
+    client: Any = Client(swarm, "C")
+    await learn_commits(client.endpoint, client.log, "B")
+    shown = PeerStatus("A", "trainer", "c", "h", 20, round=client.log.round, base_digest="d", standing="proven", uptime_s=1e9)
+    statuses = [shown, replace(shown, peer_id="B", standing="vouched", uptime_s=1.0)]
+    for some, lie in ((statuses, False), (statuses[:1], True)):
+        history = SwarmHistory()
+        await _learn_rounds(client, Chronicle(client, swarm.campaign.config), some, history)
+        assert {record.teller for record in history.rounds.records} == ({"A"} if lie else {"B"})
+        assert all(record.time <= time.time() for record in history.rounds.records)
+        assert history.by_peer.keys() == {status.peer_id for status in some}, "each shows its own timeline"
+    await _learn_rounds(client, Chronicle(client, swarm.campaign.config), statuses[1:], history)
+    assert history.by_peer.keys() == {"B"}
 
 
 LATER: dict[str, tuple[Callable[[int], Event], Callable[[PeerStatus], PeerStatus], int, dict[str, Any]]] = {

@@ -22,6 +22,7 @@ from spes_p2p.messages.rounds import Announcement, Pong
 from spes_p2p.net.contacts import registry_key
 from spes_p2p.net.rpc import RpcEndpoint, Stream
 from spes_p2p.net.tasks import end_tasks
+from spes_p2p.peer.gathering import MAX_LATE
 from spes_p2p.peer.history_sync import LEAST_RECORDS, MAX_PAGES, pages
 from spes_p2p.testing.memory_network import MemoryNetwork
 from spes_p2p.testing.simulate.swarm import VirtualSwarm, campaign
@@ -223,3 +224,42 @@ async def test_who_gives_records_one_by_one_is_left_and_far_rounds_are_not_taken
 
 def record(number: int) -> RoundRecord:
     return RoundRecord(number, 0, 0, 0, 0.0, 0.0, 0.0, 0.0, 1, "", 0, "X", 0.0, (), 0, 0, 0)
+
+
+async def test_strangers_that_come_too_late_under_ever_new_names_are_forgotten_while_a_round_waits() -> None:
+    swarm = VirtualSwarm(campaign())
+    swarm.start_all("A")  # round 0 waits for two more
+    service, commit = swarm.helper.coordinators, swarm.genesis
+    await swarm.until(lambda: service._attempt is not None)
+    assert service._attempt is not None
+    members, asked = service._attempt._members, set[str]()
+    for turn in range(8):
+        names = [f"{turn}-{i}" for i in range(MAX_LATE)]
+        for name in names:
+            service.too_late.add(name, commit)
+        await asyncio.sleep(8)
+        asked.update(set(names) & members._pinged.keys())
+        assert not service.too_late.peers, "nobody answers"
+    assert len(asked) == 8 * MAX_LATE
+    assert max(len(members._pinged), len(members._pings), len(members._dead)) <= 2 * MAX_LATE
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("liar", ["A", "W"])
+@pytest.mark.long
+async def test_who_withholds_the_last_commits_from_a_joiner_keeps_it_out_of_no_more_than_two_rounds(liar: str) -> None:
+    swarm = VirtualSwarm(campaign(total_steps=10**6))
+    swarm.start_all()
+    await swarm.until_round(5)
+    node, shown = swarm.nodes[liar], swarm.nodes[liar].log.round - 2
+
+    async def cut(stream: Stream) -> None:
+        after = unpack(CommitsRequest, await stream.message()).after
+        found = tuple(each for each in node.log.since(after) if each.commit.round <= shown)
+        await stream.send(compressed(pack(Decide(found))))
+
+    await node.endpoint.serve(COMMITS, cut)
+    swarm.start("D")
+    joined = node.log.round
+    await swarm.until(lambda: "D" in swarm.nodes["B"].log.last.members, 100.0)
+    assert swarm.nodes["B"].log.round <= joined + 2

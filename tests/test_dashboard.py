@@ -18,17 +18,19 @@ import pytest
 from network_swarm import call
 from synthetic_swarm import synthetic_swarm
 
+from spes_p2p.client.alerts import alerts, status_document
 from spes_p2p.client.dashboard.card import status_card
 from spes_p2p.client.dashboard.poll import Published, SwarmHistory
 from spes_p2p.client.dashboard.schedule import schedule
 from spes_p2p.client.dashboard.server import content_policy, make_app, run_dashboard, serving
-from spes_p2p.client.dashboard.view import MAX_POINTS, series, swarm_view, thinned
+from spes_p2p.client.dashboard.view import MAX_GONE, MAX_POINTS, peer_rounds, series, swarm_view, thinned
 from spes_p2p.config.campaign import load_campaign_config
 from spes_p2p.errors import UserError
 from spes_p2p.messages.consensus import Change, Control
-from spes_p2p.messages.presence import HistoryPage, Named
+from spes_p2p.messages.presence import Contribution, HistoryPage, Named, PeerStatus
 from spes_p2p.net.tasks import beside
-from spes_p2p.observe.swarm_status import swarm_status
+from spes_p2p.observe.rounds import totals_of
+from spes_p2p.observe.swarm_status import gather, swarm_status
 
 pytestmark = pytest.mark.real_time
 CONFIG = load_campaign_config(Path(__file__).parents[1] / "configs/test.yaml")
@@ -112,6 +114,17 @@ def test_who_is_gone_keeps_its_share_of_the_work() -> None:
     assert sum(peer["tokens"] for peer in (*view["peers"], *view["gone"])) == view["total_tokens"]
 
 
+def test_strangers_that_come_and_go_do_not_lengthen_the_page_for_ever() -> None:
+    swarm = synthetic_swarm(4, 8, 3)
+    strangers = [Contribution(f"stranger {i}", i, 1) for i in range(1, 10 * MAX_GONE)]
+    names = {each.peer: Named(each.peer, f"name {each.tokens}", f"team {each.tokens}") for each in strangers}
+    totals = replace(swarm.totals, contributions=(*swarm.totals.contributions, *strangers), names=names)
+    view = swarm_view(swarm.statuses, swarm.by_peer, totals, swarm.now)
+    assert (len(view["gone"]), len(view["teams"]), view["left"]) == (MAX_GONE, MAX_GONE, len(strangers))
+    assert view["gone"][0]["peer_id"] == strangers[-1].peer
+    assert view["contributed"] == totals.tokens, "the shares are of all"
+
+
 def test_peers_here_and_gone_have_their_names_and_count_for_their_teams() -> None:
     swarm = synthetic_swarm(4, 8, 10)
     left, here = (status.peer_id for status in swarm.statuses[:2])
@@ -189,6 +202,25 @@ def test_records_are_put_on_our_clock() -> None:
     [heard] = memory.add(HistoryPage(record.time + 5.0, (record,)), now=1000.0)
     assert heard.time == pytest.approx(995.0)
     assert memory.rounds.records[0].time == heard.time
+
+
+@pytest.mark.parametrize("seconds", [math.nan, 5e-324, -5e-324, -0.0, 1e15, -1e15])
+def test_no_number_that_a_member_says_keeps_the_page_from_being_made(seconds: float) -> None:
+    swarm = synthetic_swarm(3, 4, 5)
+    spent = dict.fromkeys(("train", "announce", "exchange", "commit", "apply"), seconds)
+    told = {"loss", "local_loss", "validation_loss", "learning_rate", "merge_alpha", "tokens_per_second", "seconds_left",
+            "stage_seconds", "uptime_s", "upload"}
+    said: Any = {**dict.fromkeys(told, seconds), "round_seconds": spent, "stages": (("training", seconds),)}
+    liar = PeerStatus.from_bytes(replace(swarm.statuses[0], **said, round_received_bytes=2**63 - 1).to_bytes())
+    statuses = [liar, *swarm.statuses[1:]]
+    records = [replace(record, time=seconds, seconds=tuple(spent.items()), teller=liar.peer_id) for record in swarm.records[1:]]
+    memory = SwarmHistory()
+    memory.by_peer[liar.peer_id] = memory.add(HistoryPage(5e-324, (swarm.records[0], *records)), swarm.now)
+    page = Published(view=swarm_view(statuses, memory.by_peer, totals_of(memory.rounds.records), swarm.now))
+    drawn = series(memory.rounds.records, memory.traffic, CONFIG, None, memory.stages)
+    warned = status_document(statuses, alerts(gather(statuses), memory.rounds.records, swarm.now, (), CONFIG))
+    assert all(map(as_json, (page.document(), drawn, warned, peer_rounds(liar.peer_id, memory.by_peer[liar.peer_id]))))
+    assert gather(statuses).tokens_per_second >= gather(swarm.statuses[1:]).tokens_per_second
 
 
 # The server --------------------------------------------------------------------------------------------------------------

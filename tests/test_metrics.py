@@ -25,9 +25,10 @@ from spes_p2p.observe.events import (
     Paused,
     PhaseTrained,
     RoundCommitted,
+    StepsJudged,
 )
 from spes_p2p.observe.history import History
-from spes_p2p.observe.metrics import METRICS, Metrics, metrics_document
+from spes_p2p.observe.metrics import MAX_PEERS, METRICS, Metrics, metrics_document
 from spes_p2p.observe.worth import WORTH_FILE, Worth
 
 PHASE = next(event for event in EVENTS if isinstance(event, PhaseTrained))
@@ -196,6 +197,17 @@ def test_what_the_peer_has_contributed_outlives_a_restart(tmp_path: Path) -> Non
 def test_repair_that_knows_no_owners_keeps_the_known_ones(told: Metrics) -> None:
     told.update(BaseRestored(7, 70, 600, 8000, "d", "download"))
     assert told.registry.get_sample_value("spes_owned_experts") == 2
+
+
+def test_strangers_that_come_and_go_leave_a_bounded_number_of_series() -> None:
+    metrics = Metrics()
+    for number in range(MAX_PEERS):
+        scores = tuple((f"{number}-{i}", 0.1) for i in range(4))
+        metrics.update(StepsJudged(number, (*scores, ("stays", 0.2)), ()))
+    left = {sample.labels["peer"] for family in metrics.registry.collect() for sample in family.samples
+            if sample.name == "spes_member_score"}
+    assert len(left) == MAX_PEERS
+    assert {"stays", *(name for name, _ in scores)} < left
 
 
 def test_every_series_is_in_the_table(told: Metrics) -> None:

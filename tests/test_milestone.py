@@ -336,3 +336,27 @@ async def test_a_swarm_keeps_short_logs_and_a_late_joiner_and_those_that_were_aw
     assert {"C", "D", "E"} <= set(swarm.peers["A"].node.log.last.members)
     swarm.assert_same_commits()
     assert all(len(digests) == 1 for digests in swarm.digests().values())
+
+
+@pytest.mark.long
+async def test_who_restarts_with_a_milestone_of_another_branch_than_its_base_takes_the_newest_base() -> None:
+    """The log that a milestone replaced named the branch of the base, and nobody is there to reach the round of the base."""
+    swarm = VirtualSwarm(campaign(total_steps=2000, sync={"min_peers": 1, "reform_after_s": 30.0}))
+    swarm.start_all("A")
+    await swarm.until(lambda: swarm.round_of("A") >= 2 and swarm.helper.replica.base.round >= 2)
+    swarm.network.partition(["W"], ["A"])
+    await swarm.until(lambda: swarm.round_of("A") >= 5 * ROUNDS)
+    swarm.kill("A")
+    swarm.network.heal()
+    swarm.start("B")
+    await swarm.until(lambda: swarm.nodes["W"].log.last.term == 1 and swarm.nodes["W"].log.begins > ROUNDS)
+    swarm.kill("B")
+    swarm.start_again("A")
+    await swarm.until(lambda: swarm.nodes["A"].log.last.term == 1)
+    assert swarm.nodes["A"].log.begins > ROUNDS
+    assert swarm.round_of("A") > swarm.nodes["W"].log.round
+    swarm.restart("A")
+    await swarm.until(lambda: swarm.peers["A"].replica.has_base)
+    base = swarm.round_of("A")
+    await swarm.until(lambda: swarm.round_of("A") < base, 200.0)
+    await swarm.until(lambda: swarm.round_of("A") > base, 2000.0)

@@ -211,6 +211,25 @@ def test_in_an_open_campaign_no_number_of_strangers_chooses_a_figure_of_all(log:
     assert unvouched.loss == 3.0, "while no vouched peer answers"
 
 
+def test_no_number_of_strangers_makes_an_honest_line_slow_or_the_speed_of_all_unknown(log: CommitLog) -> None:
+    open_campaign, known = campaign(total_steps=1000, admission="open"), of_an_open_campaign(log, log.round + 1)
+    a, *strangers, w = [
+        replace(each, campaign_hash=open_campaign.hash, upload=1e6, round_seconds={"train": 10.0, "exchange": 9.0})
+        for each in honest(log)
+    ]
+
+    def shown(**lies: Any) -> SwarmStatus:
+        return gather(corrected([a, w, *(replace(each, **lies) for each in strangers)], known, open_campaign))
+
+    def has_slow_line(**lies: Any) -> bool:
+        return any(each.kind == "slow_line" for each in alerts(shown(**lies), (), 0.0))
+
+    assert not has_slow_line(upload=1e12), "of A, beside whom most are strangers"
+    assert has_slow_line(upload=1e3, round_seconds={"train": 1e15, "exchange": 9.0}), "theirs, whatever they say of the phase"
+    for speed in (math.nan, -1e15, -0.0):
+        assert shown(tokens_per_second=speed).tokens_per_second == a.tokens_per_second
+
+
 def test_whom_the_owner_vouches_for_and_who_is_on_probation_is_what_commits_say(log: CommitLog) -> None:
     open_campaign = campaign(total_steps=1000, admission="open")
     says_so = [replace(each, campaign_hash=open_campaign.hash, standing="vouched") for each in honest(log)]

@@ -265,6 +265,18 @@ async def test_who_has_not_read_the_plan_yet_hands_it_on_at_once_to_as_many_as_m
         await ask("stranger")
 
 
+async def test_strangers_that_come_and_go_do_not_fill_the_list_of_who_got_a_record() -> None:
+    """Records stay while rounds wait, as in a pause."""
+    relay = relay_of(MemoryNetwork(), "A")
+    relay._endpoint.shares.is_known = lambda peer: peer.startswith("member")
+    relay._endpoint.shares.is_trusted = lambda peer: False
+    name = relay.keep(bytes(RECORD.body))
+    due = [relay._is_due(f"{i}", name, index) for i in range(5 * FANOUT) for index in range(2)]
+    assert due == [True] * 2 * FANOUT + [False] * 2 * 4 * FANOUT
+    assert [relay._is_due("member", name, index) for index in (0, 1, 1)] == [True, True, False]
+    assert len(relay._given[name]) == 2 * (FANOUT + 1)
+
+
 @pytest.mark.parametrize("is_stranger", [False, True])
 async def test_a_slow_parent_is_waited_for_unless_it_is_a_stranger(is_stranger: bool) -> None:
     network, record = MemoryNetwork(latency_s=0.05), random.Random(0).randbytes(10**5)

@@ -12,7 +12,15 @@ from typing import Any
 from spes_p2p.config.campaign import CampaignConfig
 from spes_p2p.messages.presence import PeerStatus, RoundRecord
 from spes_p2p.observe.json_values import to_json
-from spes_p2p.observe.swarm_status import NO_MAJORITY, SwarmStatus, gather, lacking_vouched, slow_lines, swarm_status
+from spes_p2p.observe.swarm_status import (
+    NO_MAJORITY,
+    SwarmStatus,
+    gather,
+    lacking_vouched,
+    slow_lines,
+    swarm_status,
+    usual_upload,
+)
 from spes_p2p.observe.units import counted, human_count, human_indices, human_loss, human_seconds, short_peer
 from spes_p2p.rounds.runaway import recorded_course
 
@@ -120,7 +128,7 @@ def _lines(swarm: SwarmStatus, were_slow: Collection[str]) -> Alert | None:
     slow = [peer for peer in slow_lines(swarm.peers, were_slow) if peer in uploads]
     if not slow or swarm.done:
         return None
-    median = statistics.median(uploads.values())
+    median = usual_upload(swarm.peers)
     lines = ", ".join(f"{short_peer(peer)} {human_count(8 * uploads[peer])}bit/s" for peer in slow)
     text = f"rounds wait for slow lines: {lines} up; the median is {human_count(8 * median)}bit/s"
     return Alert("slow_line", "warning", text)

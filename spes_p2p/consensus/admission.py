@@ -22,6 +22,9 @@ from spes_p2p.messages.consensus import Commit, Control
 from spes_p2p.messages.fields import MAX_SERVED
 from spes_p2p.messages.refusals import Code
 
+EXPIRED = "the invitation expired"
+LAST_S = 253402300799
+"""The end of the year 9999, in Unix time."""
 PROBATION_ROUNDS, PROBATION_AUDITS = 10, 1
 """Committed rounds with a newcomer's work, and where phases are audited (`rounds/audits.py`) passed audits, until it may own an
 expert alone and reduce. They keep a burst of new identities out of the roles that could harm others unseen."""
@@ -85,7 +88,7 @@ def _problem(
     if invitation.peer not in ("", peer):
         return f"the invitation is for {invitation.peer}"
     if now_s >= invitation.expires:
-        return f"the invitation expired at {utc(invitation.expires)}, by a clock that says {utc(now_s)}"
+        return f"{EXPIRED} at {utc(invitation.expires)}, by a clock that says {utc(now_s)}"
     role = "trainer" if trains else "helper"
     if role not in invitation.roles:
         return f"the invitation is not for a {role}, but for: {', '.join(invitation.roles) or 'nothing'}"
@@ -157,8 +160,8 @@ def begins_anew(commit: Commit) -> Collection[str]:
 
 
 def utc(unix_s: float) -> str:
-    """Return a time for people."""
-    return strftime("%Y-%m-%d %H:%M UTC", gmtime(unix_s))
+    """Return a time for people; the end of the year 9999 for later ones, which anybody may write into an invitation."""
+    return strftime("%Y-%m-%d %H:%M UTC", gmtime(min(unix_s, LAST_S)))
 
 
 def _message(invitation: Invitation) -> bytes:

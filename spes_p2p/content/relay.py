@@ -216,9 +216,11 @@ class Relay:
             self._note_kept(parent)
         if shares.is_trusted(peer):
             return True
+        if not shares.is_known(peer) and len({peer, *(each for each, _ in given if not shares.is_known(each))}) > FANOUT:
+            return False
         is_new = (peer, index) not in given
         given.add((peer, index))
-        return is_new and (shares.is_known(peer) or len({each for each, _ in given if not shares.is_known(each)}) <= FANOUT)
+        return is_new
 
     def _note_kept(self, parent: str) -> None:
         now = asyncio.get_running_loop().time()

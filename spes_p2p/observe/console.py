@@ -170,6 +170,7 @@ class RoundLog:
         self._bounded_at, self._bounded = event.round, {name: before.get(name, 0) + 1 for name, _ in event.groups}
         repeated = any(count >= REPEATED_ROUNDS for count in self._bounded.values())
         due = {peer for peer, _ in event.parts if event.round - self._clipped_at.get(peer, -math.inf) >= CLIPPED_AGAIN_ROUNDS}
+        self._clipped_at = {peer: at for peer, at in self._clipped_at.items() if event.round - at < CLIPPED_AGAIN_ROUNDS}
         self._clipped_at |= dict.fromkeys(due, event.round)
         return bool(due) or repeated or any(factor < LARGE_STEP for _, factor in event.groups)
 

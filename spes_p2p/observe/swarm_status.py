@@ -19,6 +19,8 @@ SLOW_LINE = 4.0
 WAITING_SHARE = 0.25
 """Rounds that take less than this share of the training before them are not worth a remark."""
 NO_MAJORITY = "rounds wait until a majority is back, or the owner's bootstrap peer reforms the swarm (start it if it is down)"
+MAX_SILENT = 64
+"""Bounds the slow trainers that are remembered while they do not answer: strangers never come back."""
 STILL_SLOW = 0.5
 """A line that was slow stays so down to this share of both bounds: measurements of a line at a bound would flap."""
 
@@ -151,7 +153,7 @@ def gather(statuses: Sequence[PeerStatus]) -> SwarmStatus:
         raise ValueError("no peer answered")
     peers = tuple(sorted(statuses, key=lambda status: (status.role != "trainer", status.peer_id)))
     with_base = [status for status in peers if status.base_digest] or peers
-    believed = [status for status in with_base if status.standing == "vouched"] or with_base
+    believed = believed_of(with_base)
     newest = max(status.round for status in believed)
     leading = [status for status in believed if status.round == newest]
     at_newest = [status for status in with_base if status.round == newest]
@@ -170,7 +172,7 @@ def gather(statuses: Sequence[PeerStatus]) -> SwarmStatus:
         round=newest,
         validation_loss=validation_loss,
         validation_round=validation_round,
-        tokens_per_second=sum(status.tokens_per_second for status in peers if status.role == "trainer"),
+        tokens_per_second=sum(max(0.0, status.tokens_per_second) for status in peers if status.role == "trainer"),
         seconds_left=next((left for left in lefts if math.isfinite(left)), math.nan),
         digests_equal=len({status.base_digest for status in leading if status.base_digest}) <= 1,
         round_sent_bytes=sum(status.round_sent_bytes for status in at_newest),
@@ -187,6 +189,11 @@ def gather(statuses: Sequence[PeerStatus]) -> SwarmStatus:
         audits=_audits(peers),
     )
     return replace(swarm, seconds_left=math.nan) if swarm.waits else swarm
+
+
+def believed_of(peers: Sequence[PeerStatus]) -> Sequence[PeerStatus]:
+    """Return those for whom the owner of an open campaign vouches; all where none of them answers."""
+    return [status for status in peers if status.standing == "vouched"] or peers
 
 
 def _held_out(peers: Sequence[PeerStatus]) -> tuple[int, float]:
@@ -252,14 +259,21 @@ def slow_lines(peers: Sequence[PeerStatus], before: Collection[str] = ()) -> tup
     `before`: those of the last look. Of them, those that do not answer now stay: a slow line also delays answers. All have
     the training time of the longest phase: that of an auditor is shorter by its audit.
     """
-    measured = [peer for peer in peers if peer.role == "trainer" and peer.upload > 0]
-    train_s = max((peer.round_seconds.get("train", 0.0) for peer in peers), default=0.0)
-    median = statistics.median(peer.upload for peer in measured) if measured else 0.0
+    trainers = [peer for peer in peers if peer.role == "trainer"]
+    measured = [peer for peer in trainers if peer.upload > 0]
+    train_s = max((peer.round_seconds.get("train", 0.0) for peer in believed_of(trainers)), default=0.0)
+    median = usual_upload(peers)
     silent = set(before) - {peer.peer_id for peer in peers}
-    return tuple(sorted(silent)) + tuple(
+    return tuple(sorted(silent)[:MAX_SILENT]) + tuple(
         peer.peer_id for peer in measured
         if holds_rounds_up(peer.upload, median, {**peer.round_seconds, "train": train_s}, peer.peer_id in before)
     )
+
+
+def usual_upload(peers: Sequence[PeerStatus]) -> float:
+    """Return the median upload of the trainers that measured theirs, in bytes per second; 0 if none did."""
+    measured = [peer for peer in peers if peer.role == "trainer" and peer.upload > 0]
+    return statistics.median(peer.upload for peer in believed_of(measured)) if measured else 0.0
 
 
 def holds_rounds_up(upload: float, median_upload: float, round_seconds: Mapping[str, float], did_before: bool) -> bool:

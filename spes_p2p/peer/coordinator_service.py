@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import statistics
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from spes_p2p.consensus.admission import standing_of
+from spes_p2p.consensus.admission import EXPIRED, standing_of
 from spes_p2p.consensus.control import takes_part
 from spes_p2p.consensus.electorate import coordinator_order
 from spes_p2p.consensus.signed import read_signed
 from spes_p2p.errors import Refused
+from spes_p2p.messages.admission import Invitation
 from spes_p2p.messages.codec import WireError, pack, unpack
 from spes_p2p.messages.compact import restored
 from spes_p2p.messages.consensus import Commit, Signed
@@ -34,6 +36,8 @@ from spes_p2p.peer.replica import Replica
 from spes_p2p.rounds.plan import MAX_SPEED_RATIO
 from spes_p2p.rounds.planned import Plan, pacemakers
 from spes_p2p.rounds.proposal import check_announced
+
+logger = logging.getLogger(__name__)
 
 BASE_EVERY_S = 0.1
 """A coordinator that waits for its base looks this often."""
@@ -65,6 +69,8 @@ class CoordinatorService:
         """A round, and the reducers that stalled in attempts at it."""
         self._asked_to_stop_by: set[str] = set()
         """Coordinators whose request to end the phase is being looked into."""
+        self._expired = set[Invitation]()
+        """Those by the owner of which the log says that they have expired."""
 
     async def serve(self) -> None:
         """Answer requests from now on."""
@@ -128,7 +134,7 @@ class CoordinatorService:
         is_known, identity = self._node.endpoint.shares.is_known(signed.peer), self._node.world.identity
         announcement = await beside(len(signed.record), read_signed, Announcement, signed, identity, is_known=is_known)
         self._check_same_campaign(announcement)
-        self._node.check_admission(stream.remote, announcement.trains, announcement.invitation, log.last.control)
+        self._check_admission(stream.remote, announcement)
         if announcement.round <= log.round:
             self.too_late.add(stream.remote, log.last, self._node.is_invited(announcement.invitation))
             raise Refused(Code.BEHIND, f"round {announcement.round} is decided", round=log.round)
@@ -178,6 +184,17 @@ class CoordinatorService:
         if announcement.campaign != ours:
             detail = f"you train {announcement.campaign[:12]}, this swarm {ours[:12]}"
             raise Refused(Code.CAMPAIGN, detail, campaign=ours)
+
+    def _check_admission(self, peer: str, announcement: Announcement) -> None:
+        """Raise Refused unless the peer may take part now. If the clock here is ahead, nobody else's log says so."""
+        invitation = announcement.invitation
+        try:
+            self._node.check_admission(peer, announcement.trains, invitation, self._node.log.last.control)
+        except Refused as refused:
+            if invitation is not None and invitation not in self._expired and refused.detail.startswith(EXPIRED):
+                self._expired.add(invitation)
+                logger.warning("refused %s: %s; if this machine's clock is ahead, set it", peer[-6:], refused.detail)
+            raise
 
     async def _require_failed(self, coordinators: Sequence[str]) -> None:
         """Take over only from coordinators that are gone, have failed, or had their time (`patience.py`).

@@ -35,11 +35,13 @@ async def learn_missed_commits(replica: Replica) -> None:
     """Learn what was decided while this peer was away, before the next look-up asks more peers for it.
 
     Waits until the log reaches the base, in case the log's file was damaged: other peers have the rest. Also returns when the
-    base's branch was given up: `advance` takes another base then.
+    base's branch was given up, or no peer has the rest for `sync.reform_after_s`: a log that begins at a milestone of another
+    branch does not say so. `advance` takes another base then.
     """
-    log, waited = replica.node.log, 0
+    log, waited, clock = replica.node.log, 0, asyncio.get_running_loop().time
+    until = clock() + replica.node.rules.config.sync.reform_after_s
     await replica.newest.learn_commits()
-    while replica.base.round > log.round and not log.gave_up(replica.base.commit):
+    while replica.base.round > log.round and not log.gave_up(replica.base.commit) and clock() < until:
         if waited % 30 == 0:
             logger.warning(
                 "the log of commits ends at round %d, the base is of round %d: waiting for a peer that has the rest",

@@ -314,6 +314,15 @@ class Gathering:
             if asked not in self._pings or self._pings[asked].done():
                 self._pings[asked] = asyncio.create_task(self._ping(*asked))
         self._told_to_stop |= to_stop
+        self._forget_strangers()
+
+    def _forget_strangers(self) -> None:
+        """Forget those that were pinged first of the peers that came too late and are gone: a phase may last for hours."""
+        known = self._context.assigned_steps.keys() | self._context.too_late.peers
+        for peer in [peer for peer in self._pinged if peer not in known][:-MAX_LATE]:
+            del self._pinged[peer]
+            self._dead.pop(peer, None)
+            self._pings.pop((peer, False), None)
 
     async def _ping(self, peer: str, stop: bool) -> None:
         """Find out whether a peer is there. One that claims later rounds is not waited for: it proves them, or it lies."""

@@ -21,7 +21,7 @@ from spes_p2p.content.transfer import ContentServer
 from spes_p2p.errors import PeerUnreachable, Refused
 from spes_p2p.messages.codec import WireError, pack
 from spes_p2p.messages.consensus import Commit
-from spes_p2p.messages.fields import MAX_MEMBERS
+from spes_p2p.messages.fields import MAX_MEMBERS, MAX_SERVED
 from spes_p2p.messages.framing import MAX_FRAME_BYTES
 from spes_p2p.messages.methods import ACCUSE
 from spes_p2p.messages.refusals import Code
@@ -82,8 +82,8 @@ class Proofs:
         """By id, oldest first."""
         self._checking: set[str] = set()
         """Peers whose proofs are being checked."""
-        self._liars: set[str] = set()
-        """Peers that told a false proof: each costs a check, so they are not heard again."""
+        self._liars: dict[str, None] = {}
+        """Peers that told a false proof, the last MAX_SERVED: each costs a check, so they are not heard again."""
 
     async def serve(self, server: ContentServer) -> None:
         """Hear proofs, and serve those that hold, from now on."""
@@ -205,7 +205,7 @@ class Proofs:
 
     async def _on_accuse(self, stream: Stream) -> None:
         proof = await unpack_beside(WrongSum, await stream.message())
-        if stream.remote not in self._log.last.participants or stream.remote in self._liars | self._checking:
+        if stream.remote not in self._log.last.participants or stream.remote in self._checking | self._liars.keys():
             raise Refused(Code.NOT_ALLOWED, "no proof of yours is heard now")
         await stream.send(b"")
         if proof.id not in self._held:
@@ -221,7 +221,9 @@ class Proofs:
             logger.info("a proof of %s: %s", sender[-6:], error)
         except Refused as refused:
             if refused.code is Code.NOT_PROVEN:
-                self._liars.add(sender)
+                self._liars[sender] = None
+                if len(self._liars) > MAX_SERVED:
+                    del self._liars[next(iter(self._liars))]
                 logger.warning("%s told a false proof: %s", sender, refused)
         finally:
             self._checking.discard(sender)

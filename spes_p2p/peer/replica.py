@@ -188,7 +188,9 @@ class Replica:
         log, failures = self.node.log, self.newest.failures
         while self.base.commit != log.last.id and not (self.leaves() and self.newest.failures > failures):
             if self.base.round >= log.round or not log.has(self.base.commit, self.base.round):
-                reason = "is older than the log" if self.base.round < log.begins else "was given up by a reform"
+                is_ahead = self.base.round > log.round and not log.gave_up(self.base.commit)
+                reason = "is of a round that no peer knows" if is_ahead else "was given up by a reform"
+                reason = "is older than the log" if self.base.round < log.begins else reason
                 logger.warning("base %d of this peer %s: taking base %d", self.base.round, reason, log.round)
                 await self.jumps.take_newest(forked=True)
                 continue

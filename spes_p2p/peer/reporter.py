@@ -12,7 +12,7 @@ from spes_p2p.consensus.output import Identity
 from spes_p2p.consensus.signed import read_signed
 from spes_p2p.messages.audits import Audited
 from spes_p2p.messages.consensus import Commit, Control
-from spes_p2p.messages.fields import MAX_NAMES
+from spes_p2p.messages.fields import MAX_NAMES, MAX_SERVED
 from spes_p2p.messages.methods import SPEED
 from spes_p2p.messages.rounds import Announcement
 from spes_p2p.observe.events import (
@@ -180,6 +180,8 @@ class EventReporter:
         known = dict.fromkeys(said.keys() - {self._node.peer_id}, ("", "")) | self._names
         changed = [peer for peer, named in said.items() if named != known.get(peer)][:MAX_NAMES]
         self._names.update((peer, said[peer]) for peer in changed)
+        for peer in list(self._names)[:-MAX_SERVED]:
+            del self._names[peer]
         return tuple((peer, *said[peer]) for peer in changed)
 
     def _bytes(self) -> tuple[int, int]:

@@ -27,12 +27,15 @@ UNPROVEN: dict[str, Any] = {"loss": math.nan, "validation_loss": math.nan, "merg
 
 
 def certified(record: RoundRecord, log: CommitLog, config: CampaignConfig) -> RoundRecord | None:
-    """Return the record with what the log says in place of what it says; None if it contradicts the log or is of a later round.
+    """Return the record with what the log says in place of what it says; None if it contradicts the log, is of a later round,
+    or does not say when the round was.
 
     Of rounds before the log's beginning nothing is known but that sums fit.
     """
     tokens = {each.peer: each.tokens for each in record.contributions}
     if len(tokens) != len(record.contributions) or sum(tokens.values()) != record.tokens or record.round > log.round:
+        return None
+    if not math.isfinite(record.time):
         return None
     if record.round <= max(log.begins, -1):
         return record if record.round >= 0 and record.tokens <= record.total_tokens else None

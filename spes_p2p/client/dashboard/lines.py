@@ -63,4 +63,5 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def _rate(size: int, seconds: float) -> float:
-    return round(size / seconds) if seconds > 0 else math.nan
+    rate = size / seconds if seconds > 0 else math.nan
+    return round(rate) if math.isfinite(rate) else math.nan

@@ -21,7 +21,7 @@ from spes_p2p.messages.fields import Continuations
 from spes_p2p.messages.presence import HistoryPage, PeerStatus, RoundRecord
 from spes_p2p.observe.json_values import to_json
 from spes_p2p.observe.rounds import Rounds, totals_of
-from spes_p2p.observe.swarm_status import gather, slow_lines
+from spes_p2p.observe.swarm_status import believed_of, gather, slow_lines
 from spes_p2p.observe.units import counted
 
 LOOK_EVERY_S = 1.0
@@ -121,19 +121,28 @@ class SwarmHistory:
     wrote: dict[str, Continuations] = field(default_factory=dict)
     """By peer: the continuations in its status when all of its rounds were last read."""
 
-    def add(self, page: HistoryPage, now: float, is_measured: bool = True) -> tuple[RoundRecord, ...]:
+    def add(
+        self, page: HistoryPage, now: float, is_measured: bool = True, is_believed: bool = True
+    ) -> tuple[RoundRecord, ...]:
         """Add a page received at `now` (Unix time); return its records by the local clock.
 
-        `is_measured`: its bytes and seconds count in the means over peers.
+        `is_measured`: its bytes and seconds count in the means over peers. `is_believed`: it says when a round was.
         """
         ahead_s = page.now - now
-        records = tuple(replace(record, time=record.time - ahead_s) for record in page.records)
+        records = tuple(replace(record, time=min(now, record.time - ahead_s)) for record in page.records)
         for record in records:
-            self.rounds.add(record)
+            if is_believed:
+                self.rounds.add(record)
             if is_measured:
                 self.traffic.setdefault(record.round, {})[record.teller] = (record.sent_bytes, record.received_bytes)
                 self.stages.setdefault(record.round, {})[record.teller] = dict(record.seconds)
         return records
+
+    def forget_all_but(self, peers: Collection[str]) -> None:
+        """Forget the last rounds of peers that answer no more: strangers come under ever new names."""
+        for of_peers in (self.by_peer, self.asked_at, self.wrote):
+            for peer in of_peers.keys() - peers:
+                del of_peers[peer]
 
 
 async def watch(
@@ -225,11 +234,13 @@ async def _learn_rounds(
     swarm: SwarmConnection, chronicle: Chronicle, statuses: Sequence[PeerStatus], history: SwarmHistory
 ) -> None:
     """Request new records from peers with a new commit or evaluation, and at first the whole history from one peer."""
-    statuses = [status for status in statuses if status.base_digest]  # no strangers (`proven.py`)
+    statuses = [status for status in statuses if status.base_digest]  # no outsiders (`proven.py`)
+    believed = {chronicle.own, *(status.peer_id for status in believed_of(statuses))}
     if not history.rounds.records:
         await _learn_past(swarm, chronicle, statuses, history)
     news = [status for status in statuses if history.asked_at.get(status.peer_id) != (status.round, status.validation_round)]
-    await asyncio.gather(*(_learn_newest(swarm, chronicle, status, history) for status in news))
+    await asyncio.gather(*(_learn_newest(swarm, chronicle, status, history, status.peer_id in believed) for status in news))
+    history.forget_all_but({status.peer_id for status in statuses})
 
 
 async def _learn_past(
@@ -237,10 +248,11 @@ async def _learn_past(
 ) -> None:
     """Learn all rounds: what they were from the owner's helpers if these answer, what they cost from one trainer.
 
-    That is the user's own if it answers.
+    That is the user's own if it answers, otherwise in an open campaign a vouched one.
     """
-    trainers = sorted((status for status in statuses if status.role == "trainer"),
-                      key=lambda status: (status.peer_id != chronicle.own, -status.uptime_s))
+    trainers = [status for status in statuses if status.role == "trainer"]
+    own = [status for status in trainers if status.peer_id == chronicle.own]
+    trainers = own + sorted((each for each in believed_of(trainers) if each not in own), key=lambda status: -status.uptime_s)
     helpers = owners_first(swarm, [status.peer_id for status in statuses if status.role != "trainer"])
     for peer in helpers:
         if history.rounds.missing(chronicle.rounds):
@@ -258,9 +270,11 @@ async def _learn_all(
         history.add(page, time.time(), is_measured)
 
 
-async def _learn_newest(swarm: SwarmConnection, chronicle: Chronicle, status: PeerStatus, history: SwarmHistory) -> None:
+async def _learn_newest(
+    swarm: SwarmConnection, chronicle: Chronicle, status: PeerStatus, history: SwarmHistory, is_believed: bool
+) -> None:
     peer = status.peer_id
-    if status.continuations and history.wrote.get(peer) != status.continuations:
+    if is_believed and status.continuations and history.wrote.get(peer) != status.continuations:
         # Only this peer has what the model wrote, and for which round, which may be long ago.
         await _learn_all(swarm, chronicle, peer, history, is_measured=False)
         history.wrote[peer] = status.continuations
@@ -268,5 +282,5 @@ async def _learn_newest(swarm: SwarmConnection, chronicle: Chronicle, status: Pe
     if page is None:
         return
     history.asked_at[peer] = min(status.round, chronicle.log.round), status.validation_round
-    records = history.add(page, time.time())
+    records = history.add(page, time.time(), is_believed=is_believed)
     history.by_peer[peer] = tuple(record for record in records if record.teller == peer)

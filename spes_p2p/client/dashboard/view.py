@@ -21,6 +21,8 @@ MAX_POINTS = 600
 """Maximum number of points per curve; more are not visible."""
 MAX_CONTINUED_ROUNDS = 100
 """Rounds whose continuations are sent to a browser: at most 160 kB, mostly 80."""
+MAX_GONE = 256
+"""Peers that are gone, and teams, with most tokens, that are sent to a browser: strangers come and go under ever new names."""
 TIMELINE_ROUNDS = 8
 
 Traffic = Mapping[int, Mapping[str, tuple[int, int]]]
@@ -59,12 +61,13 @@ def swarm_view(
         for status in swarm.peers
     ]
     document["owners"] = [[places[peer] for peer in owners if peer in places] for owners in swarm.owners]
+    gone = [each for each in totals.ranked() if each.peer not in places and (each.tokens or each.expert_steps)]
     document["gone"] = [
         {"peer_id": each.peer, **_called(totals, each.peer), "tokens": each.tokens, "expert_steps": each.expert_steps}
-        for each in totals.contributions
-        if each.peer not in places and (each.tokens or each.expert_steps)
+        for each in gone[:MAX_GONE]
     ]
-    document["teams"] = totals.teams()
+    document["contributed"], document["left"] = totals.tokens, len(gone)
+    document["teams"] = totals.teams()[:MAX_GONE]
     document["assembled"], document["done"], document["waits"] = swarm.assembled, swarm.done, swarm.waits
     return document
 
