@@ -318,8 +318,9 @@ class Gathering:
 
     def _forget_strangers(self) -> None:
         """Forget those that were pinged first of the peers that came too late and are gone: a phase may last for hours."""
-        known = self._context.assigned_steps.keys() | self._context.too_late.peers
-        for peer in [peer for peer in self._pinged if peer not in known][:-MAX_LATE]:
+        kept = self._context.assigned_steps.keys() | self._context.too_late.peers
+        kept |= {peer for (peer, _), ping in self._pings.items() if not ping.done()}
+        for peer in [peer for peer in self._pinged if peer not in kept][:-MAX_LATE]:
             del self._pinged[peer]
             self._dead.pop(peer, None)
             self._pings.pop((peer, False), None)
