@@ -7,6 +7,7 @@ import pstats
 import signal
 import subprocess
 import sys
+import time
 from importlib.metadata import version
 from pathlib import Path
 from types import ModuleType
@@ -44,6 +45,16 @@ def tool(name: str) -> ModuleType:
         monkeypatch.syspath_prepend(ROOT / "tools")  # they import each other
         spec.loader.exec_module(module)
     return module
+
+
+def test_where_one_process_of_a_benchmark_fails_it_does_not_wait_for_the_others(tmp_path: Path) -> None:
+    program = tmp_path / "member.py"
+    program.write_text("import sys, time\nif '\"member\": 1' in sys.stdin.readline(): sys.exit(3)\ntime.sleep(60)\n")
+    began = time.monotonic()
+    with pytest.raises(RuntimeError, match="waits ended early"), tool("round_benchmark").started(program, tmp_path) as start:
+        waits, _ = start("waits", 0), start("fails", 1)
+        waits.next_report()
+    assert time.monotonic() - began < 30
 
 
 @pytest.mark.parametrize(("peers", "reducers"), [(16, "by line"), (64, "in cells")])

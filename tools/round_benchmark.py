@@ -14,6 +14,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -128,8 +129,16 @@ class Process:
 
 @contextmanager
 def started(program: Path, place: Path) -> Iterator[Callable[..., Process]]:
-    """Yield a function that starts processes, each with a folder and a log of its own; end them all."""
+    """Yield a function that starts processes, each with a folder and a log of its own; end them all.
+
+    If one fails, so do the others: they may wait for it for ever.
+    """
     processes: list[Process] = []
+
+    def end_with(child: subprocess.Popen[str]) -> None:
+        if child.wait():
+            for process in processes:
+                process.child.terminate()
 
     def start(kind: str, member: int, before: Sequence[str] = (), **more: Any) -> Process:
         """`before`: a command prefix such as `ip netns exec NAME`."""
@@ -140,6 +149,7 @@ def started(program: Path, place: Path) -> Iterator[Callable[..., Process]]:
             child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True)
         process = Process(child, {"kind": kind, "member": member, "folder": str(own), **more})
         processes.append(process)
+        threading.Thread(target=end_with, args=(child,), daemon=True).start()
         process.send(json.dumps(process.spec))
         return process
 
