@@ -70,15 +70,6 @@ def shares(outcome: Outcome, yardstick: Yardstick, by_name: Mapping[str, Outcome
     return [share_closed(alone.losses[s], outcome.losses[s], centralised.losses[s]) for s in seeds]
 
 
-def gap_in_spreads(outcome: Outcome, centralised: Outcome) -> float | None:
-    """Return (mean loss - centralised mean loss) / standard deviation of the centralised loss; None with one seed."""
-    if len(centralised.losses) < 2:
-        return None
-    spread = statistics.stdev(centralised.losses.values())
-    gap = statistics.fmean(outcome.losses.values()) - statistics.fmean(centralised.losses.values())
-    return gap / spread if spread else None
-
-
 def report(experiment: Experiment, found: Sequence[Outcome]) -> str:
     """Return Markdown: results, learning rate sweeps, losses by domain, diagnostics, and the file's note."""
     tables = results_table(experiment, found), sweep_table(found), domains_table(found), diagnostics_table(found)
@@ -89,24 +80,22 @@ def results_table(experiment: Experiment, found: Sequence[Outcome]) -> str:
     """Return one row per arm: mean and spread over seeds, the yardstick, bytes and memory."""
     by_name = {outcome.arm: outcome for outcome in found}
     yardsticks = {arm.name: arm.yardstick or experiment.yardstick for arm in experiment.arms}
-    header = ("arm", "inner rate", "seeds", "M tokens", "held-out loss", "over centralised", "gap / seed spread", "gap closed",
-              "MB sent a peer", "MB of training state")
+    header = ("arm", "inner rate", "seeds", "M tokens", "held-out loss", "over centralised", "gap closed", "MB sent a peer",
+              "MB of training state")
     rows = []
     for outcome in found:
         first, yardstick = outcome.first, yardsticks[outcome.arm]
         sent = statistics.fmean(run["sent_bytes"] for run in outcome.runs.values())
         centralised = by_name.get(yardstick.centralised) if yardstick else None
-        over = gap = "" if centralised is None else "-"
+        over = "" if centralised is None else "-"
         if centralised is not None and outcome is not centralised:
             seeds = set(outcome.losses) & set(centralised.losses)
             mean, base = (statistics.fmean(of.losses[seed] for seed in seeds) for of in (outcome, centralised))
             over = f"{100 * (mean / base - 1):+.1f} %"
-            in_spreads = gap_in_spreads(outcome, centralised)
-            gap = "" if in_spreads is None else f"{in_spreads:.0f}"
         closed = shares(outcome, yardstick, by_name) if yardstick else []
         rows.append((
             outcome.arm, f"{outcome.rate:g}", str(len(outcome.runs)), f"{first['tokens'] / 1e6:.2f}",
-            _mean_spread(list(outcome.losses.values()), "{:.3f}"), over, gap,
+            _mean_spread(list(outcome.losses.values()), "{:.3f}"), over,
             _mean_spread([100 * share for share in closed], "{:.0f}", " %") if closed else "",
             f"{sent / 1e6:.1f}" if first["peers"] > 1 else "0",
             f"{first['memory_bytes'] / 1e6:.1f}",
