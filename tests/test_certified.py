@@ -21,6 +21,7 @@ from spes_p2p.consensus.commit_log import CommitLog
 from spes_p2p.messages.presence import Contribution, Named, PeerStatus, RoundRecord
 from spes_p2p.observe.events import Evaluated, Event, PromptsContinued
 from spes_p2p.observe.rounds import totals_of
+from spes_p2p.observe.swarm_status import MAX_SILENT
 from spes_p2p.peer.history_sync import pages
 from spes_p2p.rounds.certified import Hearsay, certified
 
@@ -207,7 +208,11 @@ async def test_no_stranger_says_when_rounds_were(tmp_path: Path) -> None:
         assert all(record.time <= time.time() for record in history.rounds.records)
         assert history.by_peer.keys() == {status.peer_id for status in some}, "each shows its own timeline"
     await _learn_rounds(client, Chronicle(client, swarm.campaign.config), statuses[1:], history)
-    assert history.by_peer.keys() == {"B"}
+    assert history.by_peer.keys() == {"A", "B"}, "one that does not answer once is not asked for all again"
+    history.by_peer.update((f"gone {i}", ()) for i in range(MAX_SILENT))
+    await _learn_rounds(client, Chronicle(client, swarm.campaign.config), statuses[1:], history)
+    assert "A" not in history.by_peer
+    assert len(history.by_peer) == 1 + MAX_SILENT
 
 
 LATER: dict[str, tuple[Callable[[int], Event], Callable[[PeerStatus], PeerStatus], int, dict[str, Any]]] = {

@@ -267,7 +267,6 @@ async def test_contacts_are_read_the_more_rarely_the_more_there_are_and_by_membe
     assert reads == 1
 
 
-@pytest.mark.long
 def count_pings(swarm: VirtualSwarm) -> Counter[tuple[str, str]]:
     """Return the pings from now on, by sender and receiver."""
     pings: Counter[tuple[str, str]] = Counter()
@@ -281,6 +280,7 @@ def count_pings(swarm: VirtualSwarm) -> Counter[tuple[str, str]]:
     return pings
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("most_per_s", "silences"), [(gathering.MAX_PINGS_PER_S, 1.0), (0.1, 1.8)])
 async def test_members_that_still_train_are_pinged_a_few_times_a_phase_or_less_often_where_they_are_many(
     monkeypatch: pytest.MonkeyPatch, most_per_s: float, silences: float

@@ -24,10 +24,11 @@ from spes_p2p.messages.refusals import Code
 from spes_p2p.messages.rounds import Pong
 from spes_p2p.model.layout import Layout, TensorSpec
 from spes_p2p.net.interfaces import Channel, Handler, World
+from spes_p2p.net.tasks import end_tasks
 from spes_p2p.net.throughput import Throughput
 from spes_p2p.observe.events import RoundFailed
 from spes_p2p.peer.node import Node
-from spes_p2p.peer.patience import ALLOWANCE, GIVEN_UP_ROUNDS, MAX_ASKED, Patience
+from spes_p2p.peer.patience import ALLOWANCE, ASK_AGAIN, GIVEN_UP_ROUNDS, KEPT_ANSWERS, MAX_ASKED, Patience
 from spes_p2p.rounds import parts, traffic
 from spes_p2p.testing.attacks.deciding import SilentCoordinator
 from spes_p2p.testing.attacks.kinds import ATTACKS, AttackKind
@@ -389,6 +390,28 @@ async def test_by_chance_half_of_those_asked_are_ready_and_the_phase_is_not_over
     for answers in looks:
         patience._look({name: replace(pong, announced=1) for name, pong in answers.items()})
     assert patience._limit_s is not None
+
+
+async def test_who_waited_for_a_whole_phase_of_many_trainers_soon_sees_that_it_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It asks ever less often, and looks at answers of earlier times, too."""
+    clock, phase_s, patience = asyncio.get_running_loop().time, 1000.0, patience_of([4] * 64, 0.0)
+    asked_at: list[float] = []
+
+    async def ask_some() -> dict[str, Pong]:
+        asked_at.append(clock())
+        ready = int(clock() >= phase_s)
+        asked = patience._node.world.rng.sample(range(1, 64), MAX_ASKED)
+        return {f"peer-{number}": Pong(0, -1, True, announced=ready) for number in asked}
+
+    monkeypatch.setattr(patience, "_ask_some", ask_some)
+    monkeypatch.setattr(patience, "_is_paused", lambda: False)
+    monkeypatch.setattr(patience._node, "coordinators", tuple, raising=False)
+    watching = asyncio.ensure_future(patience.watch())
+    while patience._limit_s is None:
+        await asyncio.sleep(SILENCE_S / 4)
+    await end_tasks([watching])
+    assert sum(at < phase_s for at in asked_at) < 50
+    assert patience._ready_at <= phase_s * (1 + ASK_AGAIN) + KEPT_ANSWERS * SILENCE_S
 
 
 @pytest.mark.parametrize(("steps", "said_s"), [

@@ -28,7 +28,7 @@ PING_EVERY_S = 1.0
 LOOK_S = 1e-5
 """Per member: time in which what changes is looked at together, since looking at all members takes nearly as long."""
 MAX_PINGS_PER_S = 16
-"""Of many members that still train, at most so many are pinged while nobody waits for them."""
+"""Of many members that still train, on average at most so many are pinged while nobody waits for them."""
 WAITING_SHARE = 0.25
 """Ping missing members often once this share of the expected ones wait for them, or a quorum."""
 MAX_LATE = 64

@@ -29,9 +29,9 @@ FIRST_LOOK = 2
 """Multiples of `silence_s` before a member asks whether the others wait as well. Most rounds are planned by then."""
 MAX_ASKED = 16
 """Ask at most this many at a time, drawn at random: all members ask, and each of them would ask each."""
-ASK_AGAIN = 0.125
-"""Until a quorum is ready, a look comes after this share of the time waited so far, if that is more than `silence_s`: a peer
-without work may wait for a whole phase, and hundreds may together."""
+ASK_AGAIN, SOME_READY = 0.125, 0.25
+"""Until more than the second share of those asked is ready, a look comes after the first share of the time waited so far, if
+that is more than `silence_s`: a peer without work may wait for a whole phase, and hundreds may together."""
 KEPT_ANSWERS = 4
 """Look at the last answers of this many times: of 16 drawn again and again, more than half are ready by chance at some time."""
 HALVES_SHARE = 2.0
@@ -142,9 +142,11 @@ class Patience:
     async def watch(self) -> None:
         """Find out when a quorum of the phase's trainers is ready for the round, and when an exchange has come to an end."""
         began = looked_at = _now()
+        answers: dict[str, Pong] = {}
         await asyncio.sleep(FIRST_LOOK * self._silence_s)
         while True:
-            is_early = self._limit_s is None and not self._planned
+            ready = sum(pong.announced > self._node.log.round for pong in answers.values())
+            is_early = self._limit_s is None and not self._planned and ready <= SOME_READY * len(answers)
             if is_early and _now() < looked_at + ASK_AGAIN * (looked_at - began):
                 await asyncio.sleep(self._silence_s)
                 continue

@@ -21,7 +21,7 @@ from spes_p2p.messages.fields import Continuations
 from spes_p2p.messages.presence import HistoryPage, PeerStatus, RoundRecord
 from spes_p2p.observe.json_values import to_json
 from spes_p2p.observe.rounds import Rounds, totals_of
-from spes_p2p.observe.swarm_status import believed_of, gather, slow_lines
+from spes_p2p.observe.swarm_status import MAX_SILENT, believed_of, gather, slow_lines
 from spes_p2p.observe.units import counted
 
 LOOK_EVERY_S = 1.0
@@ -139,9 +139,9 @@ class SwarmHistory:
         return records
 
     def forget_all_but(self, peers: Collection[str]) -> None:
-        """Forget the last rounds of peers that answer no more: strangers come under ever new names."""
+        """Forget the rounds of peers that do not answer, but for the newest MAX_SILENT: strangers come under ever new names."""
         for of_peers in (self.by_peer, self.asked_at, self.wrote):
-            for peer in of_peers.keys() - peers:
+            for peer in [peer for peer in of_peers if peer not in peers][:-MAX_SILENT]:
                 del of_peers[peer]
 
 
