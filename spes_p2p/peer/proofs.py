@@ -205,7 +205,8 @@ class Proofs:
 
     async def _on_accuse(self, stream: Stream) -> None:
         proof = await unpack_beside(WrongSum, await stream.message())
-        if stream.remote not in self._log.last.participants or stream.remote in self._checking | self._liars.keys():
+        is_heard = stream.remote not in self._checking and stream.remote not in self._liars
+        if stream.remote not in self._log.last.participants or not is_heard:
             raise Refused(Code.NOT_ALLOWED, "no proof of yours is heard now")
         await stream.send(b"")
         if proof.id not in self._held:
