@@ -70,7 +70,7 @@ class CoordinatorService:
         self._asked_to_stop_by: set[str] = set()
         """Coordinators whose request to end the phase is being looked into."""
         self._expired = set[Invitation]()
-        """Those by the owner of which the log says that they have expired."""
+        """The owner's invitations of which this peer's log file says that they have expired."""
 
     async def serve(self) -> None:
         """Answer requests from now on."""
