@@ -55,7 +55,7 @@ def assign_experts(
 
 
 def _quotas(room: Mapping[str, int], wanted: int, order: Sequence[str]) -> dict[str, int]:
-    """Share `wanted` places among the peers, each with room, as evenly as that allows; the first in `order` get the remainder."""
+    """Share `wanted` places among peers that have room, as evenly as it allows; the first in `order` get the remainder."""
     quota, least = dict.fromkeys(room, 0), [(0, place, peer) for place, peer in enumerate(order)]
     for _ in range(min(wanted, sum(room.values()))):
         has, place, peer = heappop(least)
