@@ -1,5 +1,6 @@
 """The benchmark compares equals: the same work, counted in the same way."""
 
+import argparse
 import cProfile
 import importlib.util
 import json
@@ -250,6 +251,14 @@ def test_all_that_cuda_is_asked_runs_without_it_on_small_models(tmp_path: Path) 
     assert found["checks"]["test-4GiB"]["report"]["tokens_per_second"] > 0
     assert found["environment"]["torch"] == version("torch")
     assert "## test-4GiB" in (tmp_path / "cuda.md").read_text()
+
+
+@pytest.mark.parametrize(("name", "why"), [("", "is a folder"), ("file/report.json", "file: is a file; choose another folder")])
+def test_a_report_that_cannot_be_written_is_refused_before_the_work(name: str, why: str, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(argparse.ArgumentTypeError, match=why):
+        tool("bench_json").report_file(str(tmp_path / name))
+    assert tool("bench_json").report_file(str(tmp_path / "new" / "report.json")) == tmp_path / "new" / "report.json"
 
 
 @pytest.mark.network

@@ -528,11 +528,15 @@ def test_the_owner_is_told_that_an_order_may_be_lost_with_its_file(
 
 
 @pytest.mark.parametrize("of_another", [b"x", pack(Control("another", 1, "paused", (), -1, b""))])
-def test_an_order_that_is_not_this_campaigns_is_dropped_and_told(of_another: bytes, caplog: pytest.LogCaptureFixture) -> None:
-    peer = Elector("A")
+@pytest.mark.parametrize(("name", "follows"), [("A", "other peers have the owner's orders"), ("W", "an order that no round")])
+def test_an_order_that_is_not_this_campaigns_is_dropped_and_told(
+    of_another: bytes, name: str, follows: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    peer = Elector(name)
     peer.store.write(CONTROL, [frame_record(of_another)])
     assert peer.restarted().part.controls.newest is None
-    assert caplog.messages == ["the control record of this peer is damaged, or another campaign's; others have it"]
+    [message] = caplog.messages
+    assert message.startswith(f"the control record of this peer is damaged, or another campaign's; {follows}")
 
 
 def test_an_elector_that_lost_the_end_of_its_log_does_not_vote_on_an_earlier_round_than_before() -> None:

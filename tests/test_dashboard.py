@@ -5,19 +5,23 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-from collections.abc import AsyncIterator
+import urllib.request
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from xml.etree import ElementTree
 
 import aiohttp
 import pytest
-from network_swarm import call
+from electors import commit_after, genesis
+from network_swarm import COMMAND_TIMEOUT_S, START_TIMEOUT_S, LocalPeers, call, write_variant
 from synthetic_swarm import synthetic_swarm
 
+from spes_p2p.client import connection
 from spes_p2p.client.alerts import alerts, status_document
 from spes_p2p.client.dashboard.card import status_card
 from spes_p2p.client.dashboard.poll import Published, SwarmHistory
@@ -27,7 +31,7 @@ from spes_p2p.client.dashboard.view import MAX_GONE, MAX_POINTS, peer_rounds, se
 from spes_p2p.config.campaign import load_campaign_config
 from spes_p2p.errors import UserError
 from spes_p2p.messages.consensus import Change, Control
-from spes_p2p.messages.presence import Contribution, HistoryPage, Named, PeerStatus
+from spes_p2p.messages.presence import Contact, Contribution, HistoryPage, Named, PeerStatus
 from spes_p2p.net.tasks import beside
 from spes_p2p.observe.rounds import totals_of
 from spes_p2p.observe.swarm_status import gather, swarm_status
@@ -370,6 +374,61 @@ async def test_without_a_swarm_it_says_so_and_keeps_trying() -> None:
             _, document = await next_event(response)
         told = f"no peer that has the campaign answers at {NOBODY}; tried 2 times, retrying"
         assert document["message"] == told, "advice for who typed a command that ended has no place on the page"
+
+
+@pytest.mark.parametrize(("admission", "members"), [("friends", "AB"), ("open", "A")])
+async def test_it_connects_again_through_members_and_to_no_other_campaign(
+    admission: str, members: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    at = {peer: f"/ip4/192.0.2.1/tcp/{port}/p2p/Qm{peer * 44}" for port, peer in enumerate("ABC", 1)}
+    seen = {peer: Contact("c", 10, "trainer", 0, "", (address,)) for peer, address in at.items()}
+    last = commit_after(genesis(("A",)), members=("A", "B"))
+    begins, asked = genesis(), list[tuple[str, ...]]()
+
+    async def contacts() -> dict[str, Contact]:
+        return seen
+
+    @asynccontextmanager
+    async def connected(addresses: Sequence[str], spare: tuple[str, ...]) -> AsyncIterator[Any]:
+        asked.append(spare)
+        campaign = SimpleNamespace(config=SimpleNamespace(admission=admission))
+        yield SimpleNamespace(genesis=begins, log=SimpleNamespace(last=last), campaign=campaign, contacts=contacts)
+
+    monkeypatch.setattr(connection, "connect", connected)
+    again = connection.Reconnection()
+    async with again.connect([NOBODY], ("own",)) as swarm:
+        await again.meet(swarm)
+        seen = {}  # who is not seen for a moment stays known
+        await again.meet(swarm)
+    begins = genesis(helpers=("X",))
+    with pytest.raises(UserError, match="another campaign than before"):
+        async with again.connect([NOBODY]):
+            pass
+    assert asked == [("own",), tuple(at[peer] for peer in members)]
+
+
+@pytest.mark.network
+def test_it_finds_the_swarm_again_after_the_only_peer_it_was_given_has_left(campaign: Path, tmp_path: Path) -> None:
+    config = write_variant(campaign, "alone.yaml", training={"total_steps": 400_000}, sync={"min_peers": 1})
+    with LocalPeers(tmp_path) as peers:
+        address = peers.bootstrap(config).address
+        peers.join("peer-0", address)
+        page = peers.run("dashboard", ["dashboard", address, "--port", "0"], run_dir_option=False)
+        peers.wait(lambda: "http://" in page.log, START_TIMEOUT_S, "the dashboard says its address")
+        url = page.log[page.log.index("http://") :].split()[0]
+
+        def shown() -> dict[str, Any]:
+            with urllib.request.urlopen(f"{url}view.json", timeout=COMMAND_TIMEOUT_S) as answer:
+                document: dict[str, Any] = json.load(answer)
+                return document
+
+        peers.wait(lambda: shown()["state"] == "live" and shown()["swarm"]["round"] > 0, 240, "a round on the page")
+        peers.terminate("bootstrap")
+        for daemon in page.children():  # as when its machine sleeps, its connections are gone
+            daemon.kill()
+        peers.wait(lambda: shown()["state"] == "silent", 60, "the page says that nobody answers")
+        seen = shown()["swarm"]["round"]
+        peers.wait(lambda: shown()["state"] == "live" and shown()["swarm"]["round"] > seen, 60, "later rounds on the page")
 
 
 def test_unknown_numbers_are_null() -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from spes_p2p.cli.terminal import ended_by_signals, run
 from spes_p2p.client.exit_codes import exit_with
 
 ROOT = Path(__file__).parents[1]
@@ -65,3 +66,21 @@ def test_ctrl_c_before_a_peer_takes_part_waits_for_no_thread() -> None:
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=120)
     assert (process.returncode, errors) == (130, "")
+
+
+def test_ctrl_c_while_a_command_computes_in_its_event_loop_ends_it_at_once() -> None:
+    went_on = []
+
+    async def compute() -> None:
+        signal.raise_signal(signal.SIGINT)
+        went_on.append(True)
+
+    before = signal.getsignal(signal.SIGINT)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt), ended_by_signals():
+            run(compute())
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert not went_on

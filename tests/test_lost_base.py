@@ -15,6 +15,7 @@ from spes_p2p.messages.consensus import Control, ReformRequest
 from spes_p2p.messages.methods import REFORM
 from spes_p2p.net.rpc import RpcEndpoint
 from spes_p2p.observe.events import BaseRestored
+from spes_p2p.rounds.archive import Archive, archived_rounds
 from spes_p2p.testing.in_memory_world import in_memory_world
 from spes_p2p.testing.simulate.swarm import VirtualSwarm, campaign
 from spes_p2p.testing.simulated_identity import SimulatedIdentity
@@ -54,6 +55,24 @@ async def test_the_swarm_goes_on_from_the_newest_base_that_anybody_has() -> None
     log = swarm.nodes["W"].log
     assert log.last.step == 400
     assert [log.commit_at(had).term, log.commit_at(had + 1).term] == [0, 1]
+
+
+@pytest.mark.long
+async def test_a_bootstrap_alone_with_a_damaged_base_goes_on_from_its_newest_whole_archived_one() -> None:
+    sync = {"min_peers": 1, "reform_after_s": 30.0}
+    swarm = VirtualSwarm(campaign(total_steps=200, sync=sync), archive=Archive(2, 2))
+    swarm.start_all("A")
+    await swarm.until(lambda: swarm.round_of("A") >= 9 and swarm.helper.replica.base.round >= 9)
+    swarm.kill("A")
+    newest, older = reversed(archived_rounds(swarm.stores["W"]))
+    for name in ("base", f"archived-{newest}"):
+        swarm.stores["W"].write(name, [b"damaged"])
+    swarm.restart("W")
+    await swarm.until(lambda: swarm.helper.replica.store.current is not None)
+    assert swarm.helper.replica.base.round >= older
+    swarm.start("B")
+    await swarm.until(lambda: swarm.tasks["B"].done())
+    assert swarm.nodes["W"].log.last.step == 200
 
 
 @pytest.mark.long

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -22,6 +23,7 @@ from spes_p2p.rounds.base import Base, load_base, save_base
 from spes_p2p.rounds.digest import piece_digests, state_digest
 from spes_p2p.session.own_state import OwnState, StateFile
 from spes_p2p.session.run_dir import made_run_dir
+from spes_p2p.storage.files import write_whole
 from spes_p2p.storage.store import DirectoryStore, frame_record
 from spes_p2p.testing.memory_store import MemoryStore
 from spes_p2p.testing.simulate.swarm import VirtualSwarm, campaign
@@ -293,6 +295,15 @@ def test_who_does_not_get_a_new_run_dir_leaves_it_to_the_peer_that_has_it(
         start()
     left = sorted(path.name for path in (tmp_path / "run").glob("*"))
     assert left == (["identity.key"] if is_kept else [])
+
+
+def test_a_folder_that_cannot_be_written_is_named_before_any_file_in_it(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir(mode=0o500)
+    if os.access(folder, os.W_OK):
+        pytest.skip("root may write everywhere")
+    with pytest.raises(UserError, match=f"^{folder}: this user may not write"), made_run_dir(folder):
+        write_whole(folder / "genesis", b"")
 
 
 def test_a_base_of_another_model_is_called_damaged() -> None:

@@ -10,13 +10,28 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from spes_p2p.errors import UserError
+from spes_p2p.storage.files import require_writable
+
 
 def parser_of(about: str | None) -> argparse.ArgumentParser:
     """Return a parser with the option --json, of a benchmark that signals end. `about`: for --help."""
     end_on_signals()
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there too")
+    parser.add_argument("--json", type=report_file, metavar="FILE", help="write the numbers there too")
     return parser
+
+
+def report_file(name: str) -> Path:
+    """Return the path. Raises ArgumentTypeError, before the work, if a report cannot be written there."""
+    file = Path(name)
+    try:
+        if file.is_dir():
+            raise UserError(f"{file}: is a folder; name a file")
+        require_writable(file.parent)
+    except UserError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return file
 
 
 def end_on_signals() -> None:

@@ -28,7 +28,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import psutil
-from bench_json import end_on_signals
+from bench_json import end_on_signals, report_file, write
 from benchmarks import RandomText
 from reducer_benchmark import CONTRIBUTORS, reduce_parts
 
@@ -92,7 +92,8 @@ def main() -> int:
                         help="as `join --base`; arrays: only a round's arrays are in memory (default disk)")
     parser.add_argument("--checkpoint-minutes", type=float, default=0.0, help="default 0: one checkpoint in each round")
     parser.add_argument("--folder", type=Path, default=Path("runs"), help="where a run-dir is made and removed (default runs)")
-    parser.add_argument("--json", nargs="?", const="-", metavar="FILE", help="print JSON, or write it to a file")
+    parser.add_argument("--json", nargs="?", const="-", type=report_file, metavar="FILE",
+                        help="print JSON, or write it to a file")
     arguments = parser.parse_args()
     end_on_signals()
     if arguments.rounds < 2:
@@ -106,12 +107,11 @@ def main() -> int:
         parser.error(f"--billions {arguments.billions:g}: {problem}")
     with tempfile.TemporaryDirectory(prefix="state-", dir=arguments.folder) as folder:
         report = asyncio.run(measure(config, Path(folder), arguments.rounds, arguments.base, 60 * arguments.checkpoint_minutes))
-    if arguments.json == "-":
+    if arguments.json == Path("-"):
         print(json.dumps(report, indent=2))
     else:
         print_table(report)
-        if arguments.json is not None:
-            Path(arguments.json).write_text(json.dumps(report, indent=2) + "\n")
+        write(report, arguments.json)
     if report["digest"] != report["digest_after_restart"]:
         print("error: the restart has another base than the peer that died", file=sys.stderr)
         return 1

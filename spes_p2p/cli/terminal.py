@@ -53,15 +53,27 @@ def _end_now(number: int, frame: object) -> None:
 
 @contextlib.contextmanager
 def ended_by_signals() -> Iterator[None]:
-    """Let SIGTERM, and SIGHUP of a closed terminal, raise SystemExit, so that temporary files and processes are removed."""
-    ends = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is signal.SIG_DFL]
+    """Let Ctrl-C, SIGTERM, and SIGHUP of a closed terminal raise at once, so that temporary files and processes are removed.
+
+    asyncio would only cancel its task at Ctrl-C, which waits while that imports torch.
+    """
+    defaults = {
+        signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL, signal.SIGHUP: signal.SIG_DFL
+    }
+    ends = {number: default for number, default in defaults.items() if signal.getsignal(number) is default}
     for number in ends:
-        signal.signal(number, lambda number, frame: sys.exit(128 + number))
+        signal.signal(number, _raise)
     try:
         yield
     finally:
-        for number in ends:
-            signal.signal(number, signal.SIG_DFL)
+        for number, default in ends.items():
+            signal.signal(number, default)
+
+
+def _raise(number: int, frame: object) -> None:
+    if number == signal.SIGINT:
+        raise KeyboardInterrupt
+    sys.exit(128 + number)
 
 
 class ProgressBar:

@@ -186,6 +186,30 @@ async def connect(
         await importing
 
 
+class Reconnection:
+    """Connects repeatedly to the swarm to which the first connection led, also through members that it met there."""
+
+    def __init__(self) -> None:
+        self._met: tuple[str, ...] = ()
+        self._genesis: Commit | None = None
+
+    @contextlib.asynccontextmanager
+    async def connect(self, addresses: Sequence[str], spare: Sequence[str] = ()) -> AsyncIterator[SwarmConnection]:
+        """Connect as `connect` does. Raises UserError for another campaign than before, too."""
+        async with connect(addresses, spare=(*spare, *self._met)) as swarm:
+            self._genesis = self._genesis or swarm.genesis
+            if swarm.genesis != self._genesis:
+                raise UserError(f"{', '.join(addresses)}: another campaign than before; start this command again to see it")
+            yield swarm
+
+    async def meet(self, swarm: SwarmConnection) -> None:
+        """Note where the swarm is now."""
+        from spes_p2p.net.contacts import met_addresses
+
+        met = met_addresses(swarm.log.last, await swarm.contacts(), swarm.campaign.config.admission)
+        self._met = met or self._met
+
+
 def _import_all(modules: Sequence[str]) -> None:
     for module in modules:
         importlib.import_module(module)

@@ -29,6 +29,14 @@ def owner_of(commit: Commit) -> str:
     return commit.helpers[0]
 
 
+def without_orders(commit: Commit, me: str) -> str:
+    """Say what follows when this peer has lost its control record. `commit`: any of the campaign."""
+    if me != owner_of(commit):
+        return "other peers have the owner's orders"
+    return ("an order that no round has applied yet is lost unless other peers have it; repeat what spes-p2p status does not "
+            "show, bans too")
+
+
 def number_of(control: Control | None) -> int:
     """Return the record's number; 0 before the first record."""
     return 0 if control is None else control.number
@@ -160,7 +168,7 @@ class ControlRecords:
     """The newest control record that this peer holds, applied by a commit or not."""
 
     def __init__(self, log: _Log, identity: Identity, record: bytes | None):
-        """`record`: of the durable file. A damaged one is dropped: other peers have it."""
+        """`record`: of the durable file. A damaged one is dropped."""
         self._log = log
         self._identity = identity
         self._held: Control | None = None
@@ -171,7 +179,8 @@ class ControlRecords:
             except WireError:
                 self._held = None
             if self._held is None:
-                logger.warning("the control record of this peer is damaged, or another campaign's; others have it")
+                follows = without_orders(log.last, identity.peer_id)
+                logger.warning("the control record of this peer is damaged, or another campaign's; %s", follows)
 
     @property
     def newest(self) -> Control | None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from hashlib import sha256
 
+from spes_p2p.config.addresses import is_peer_address, is_relayed
 from spes_p2p.messages.codec import WireError, unpack
 from spes_p2p.messages.consensus import Commit
 from spes_p2p.messages.presence import Contact
@@ -17,6 +18,9 @@ MAX_KEEPERS = 2
 MANY_CONTACTS, SHOWN_CONTACTS, SHOWN_S = 32, 8, 60.0
 """Among more peers than the first, nodes of the DHT have the contacts of about as many as the second, drawn anew every SHOWN_S:
 who renews its contact there every few seconds stays connected, and nodes are often behind routers at home."""
+
+MAX_MET_ADDRESSES = 16
+"""Bounds the connections that a command, or a trainer's next start, tries."""
 
 
 def is_shown(peer: str, found: int, now_s: float) -> bool:
@@ -54,3 +58,18 @@ async def find_contacts(registry: Registry, transport: Transport, campaign_hash:
                 if peer != transport.peer_id:
                     transport.learn_addresses(peer, contact.addresses)
     return found
+
+
+def met_addresses(last: Commit, contacts: Mapping[str, Contact], admission: str, me: str = "") -> tuple[str, ...]:
+    """Return where the swarm is found if nobody answers at the addresses given: at electors, and others of the last round.
+
+    In an open campaign the owner vouches for all of them: others could lead to another campaign.
+    """
+    known = last.trusted if admission == "open" else frozenset(last.participants)
+    peers = [peer for peer in dict.fromkeys((*last.electorate, *sorted(known))) if peer != me and peer in contacts]
+    return direct(address for peer in peers for address in contacts[peer].addresses)[:MAX_MET_ADDRESSES]
+
+
+def direct(addresses: Iterable[str]) -> tuple[str, ...]:
+    """Return those that a peer can be dialled at without a relay."""
+    return tuple(address for address in dict.fromkeys(addresses) if is_peer_address(address) and not is_relayed(address))

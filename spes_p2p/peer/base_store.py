@@ -11,6 +11,7 @@ from typing import Any
 from spes_p2p.content.bases import Snapshots
 from spes_p2p.errors import Damaged
 from spes_p2p.net.interfaces import World
+from spes_p2p.rounds.archive import load_newest_archived
 from spes_p2p.rounds.base import BASE, Base, BuiltBase, in_memory, load_base, pieces_of, save_base, write_base
 from spes_p2p.rounds.planned import DerivePlan
 from spes_p2p.rounds.results import KEPT_ROUNDS
@@ -64,18 +65,18 @@ class BaseStore:
         self._checkpointed_at = -math.inf
 
     async def load(self, where: str, derive: DerivePlan) -> bool:
-        """Load the base of this run-dir; False when there is none, or a damaged one, which a download replaces."""
-        world = self._world
+        """Load the base of this run-dir, or the newest archived one instead of a damaged base; False when there is none."""
+        world, base = self._world, None
         try:
-            base: Base | None = await world.run_blocking(
-                load_base, world.store, self._elements, where, BASE, derive, world.threads
-            )
+            base = await world.run_blocking(load_base, world.store, self._elements, where, BASE, derive, world.threads)
+            if base is not None:
+                self._durable_commit, self.durable_round = base.commit, base.round
         except Damaged:
-            logger.warning("%s/%s is damaged, or another campaign's; downloading the base again", where, BASE)
-            return False
+            base = await world.run_blocking(load_newest_archived, world.store, self._elements, where, world.threads)
+            instead = f"continuing from the archived one of round {base.round}" if base else "downloading the base again"
+            logger.warning("%s/%s is damaged, or another campaign's; %s", where, BASE, instead)
         if base is None:
             return False
-        self._durable_commit, self.durable_round = base.commit, base.round
         await self.install(base)
         self._checkpointed_at = self._clock()
         return True

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from spes_p2p.consensus.acceptor import IsValid, fresh_votes, read_votes
 from spes_p2p.consensus.commit_log import CommitLog
-from spes_p2p.consensus.control import owner_of
+from spes_p2p.consensus.control import without_orders
 from spes_p2p.consensus.output import CONTROL, LOG, VOTES, Identity, Output, Write
 from spes_p2p.consensus.participant import Files, Participant
 from spes_p2p.messages.consensus import Commit, Milestone
@@ -17,9 +17,6 @@ from spes_p2p.storage.interfaces import Store
 from spes_p2p.storage.store import frame_record, parse_records
 
 MADE_ANEW = "it is made anew"
-OTHERS_HAVE = "other peers have the owner's orders"
-OTHERS_MAY_HAVE = ("an order that no round has applied yet is lost unless other peers have it; repeat what spes-p2p status "
-                   "does not show, bans too")
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -31,8 +28,7 @@ def open_participant(
     """Open the consensus core from its files. Damaged ones are replaced; raises UserError when that fails."""
     records = store.records(LOG)
     votes, had_votes = read_record(store, VOTES, None), store.read(VOTES) is not None
-    of_orders = OTHERS_MAY_HAVE if owner_of(genesis) == identity.peer_id else OTHERS_HAVE
-    files = Files(votes, records, read_record(store, CONTROL, of_orders))
+    files = Files(votes, records, read_record(store, CONTROL, without_orders(genesis, identity.peer_id)))
     participant = Participant(identity, genesis, files, rng, is_valid)
     if had_votes and votes is None:
         _say_damaged(VOTES, _without_votes(participant.log.last.electorate, identity.peer_id))

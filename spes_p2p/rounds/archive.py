@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 
+from spes_p2p.errors import Damaged
 from spes_p2p.rounds.base import Base, load_base, save_base
 from spes_p2p.storage.interfaces import Store
 
@@ -44,6 +46,14 @@ def archived_rounds(store: Store) -> list[int]:
 def load_archived(store: Store, round_number: int, elements: int, where: str, threads: int = 1) -> Base | None:
     """Return the archived base of a round, or None. Raises UserError when it is damaged."""
     return load_base(store, elements, where, _name(round_number), threads=threads)
+
+
+def load_newest_archived(store: Store, elements: int, where: str, threads: int = 1) -> Base | None:
+    """Return the newest archived base that is whole, or None."""
+    for number in reversed(archived_rounds(store)):
+        with suppress(Damaged):
+            return load_archived(store, number, elements, where, threads)
+    return None
 
 
 def _name(round_number: int) -> str:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from typing import Any
 
 from spes_p2p.campaign.files import CampaignFiles
-from spes_p2p.config.addresses import is_peer_address, is_relayed, listen_beside
+from spes_p2p.config.addresses import listen_beside
 from spes_p2p.config.campaign import PeerConfig
 from spes_p2p.errors import Broken
 from spes_p2p.messages.admission import Invitation
@@ -26,7 +26,6 @@ from spes_p2p.observe.events import Observer
 from spes_p2p.observe.metrics import Metrics
 from spes_p2p.peer.node import Node
 from spes_p2p.rounds.plan import Rules
-from spes_p2p.session.own_state import MAX_MET_ADDRESSES
 from spes_p2p.session.run_dir import made_run_dir
 from spes_p2p.storage.interfaces import Store
 
@@ -80,23 +79,6 @@ async def make_node(
     node = Node(world, files.campaign, genesis, rules, role, files.blobs, observer, invitation, named)
     await Checkup(time.time, net.transport.seen_at).serve(node.endpoint)
     return node
-
-
-def met_addresses(node: Node) -> tuple[str, ...]:
-    """Return where this machine finds the swarm if nobody answers where the peer joined: at electors, and others of the round.
-
-    In an open campaign the owner vouches for all of them: others could lead to another campaign.
-    """
-    last = node.log.last
-    known = last.trusted if node.campaign.config.admission == "open" else frozenset(last.participants)
-    peers = [peer for peer in dict.fromkeys((*last.electorate, *sorted(known))) if peer != node.peer_id]
-    found = [address for peer in peers if peer in node.contacts for address in node.contacts[peer].addresses]
-    return direct(found)[:MAX_MET_ADDRESSES]
-
-
-def direct(addresses: Iterable[str]) -> tuple[str, ...]:
-    """Return those that a peer can be dialled at without a relay."""
-    return tuple(address for address in dict.fromkeys(addresses) if is_peer_address(address) and not is_relayed(address))
 
 
 async def live_on(net: Libp2p, life: Coroutine[Any, Any, None]) -> None:

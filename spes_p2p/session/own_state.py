@@ -26,8 +26,6 @@ from spes_p2p.observe.json_values import to_json
 STATE_FILE, ORDER_FILE = "own_state.json", "pause"
 PREPARING, DONE = "preparing", "done"
 OWNERS_PAUSE = "the campaign is paused"
-MAX_MET_ADDRESSES = 16
-"""Bounds the connections that a command, or the trainer's next start, tries."""
 LOCK_TRIES, LOCK_AGAIN_S = 5, 0.02
 """A reader that looks whether a trainer runs holds the lock for a moment."""
 

@@ -21,13 +21,13 @@ from datetime import datetime
 
 from spes_p2p.campaign.files import CAMPAIGN_FILE
 from spes_p2p.config.campaign import PeerConfig
+from spes_p2p.net.contacts import MAX_MET_ADDRESSES
 from spes_p2p.observe.events import BaseRestored, Event, Observer, Paused, QuotaForecast, StateEntered
 from spes_p2p.observe.metrics import Metrics
 from spes_p2p.peer.leaving import LeaveRequest
 from spes_p2p.session.machine_use import MachineUse
 from spes_p2p.session.own_state import (
     DONE,
-    MAX_MET_ADDRESSES,
     OWNERS_PAUSE,
     PREPARING,
     STATE_FILE,

@@ -8,7 +8,6 @@ import logging
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -25,6 +24,7 @@ from spes_p2p.data.shelf import TokenShelf
 from spes_p2p.errors import NobodyAnswers
 from spes_p2p.messages.admission import Invitation
 from spes_p2p.messages.consensus import Commit
+from spes_p2p.net.contacts import direct, met_addresses
 from spes_p2p.net.daemon_process import is_any_listening
 from spes_p2p.net.interfaces import World
 from spes_p2p.net.libp2p import FIND_EVERY_S, Libp2p
@@ -51,7 +51,7 @@ from spes_p2p.session.genesis import (
     require_checkpoint,
     warn_of_earlier_start,
 )
-from spes_p2p.session.network import connected, direct, first_contact, live_on, make_node, met_addresses, world_of
+from spes_p2p.session.network import connected, first_contact, live_on, make_node, world_of
 from spes_p2p.session.observers import observing, sharing_history
 from spes_p2p.session.pausing import Pauses, call_on_signals
 from spes_p2p.session.preparing import still
@@ -322,7 +322,10 @@ async def _live_as_trainer(
         standing, probation = standing_in(node.log, node.peer_id, config, ready.invitation)
         if standing == "newcomer":
             logger.info("%s", own_standing(standing, probation))
-        pauses.in_swarm(direct(net.transport.addresses), partial(met_addresses, node))
+        pauses.in_swarm(
+            direct(net.transport.addresses),
+            lambda: met_addresses(node.log.last, node.contacts, config.admission, node.peer_id),
+        )
         library = await serve_text(node, ready.shelf, settings.private_urls or all(map(is_loopback, addresses)))
         leave = LeaveRequest()
         text, held_out = make_readers(files, ready.shelf, library, leave)

@@ -12,6 +12,7 @@ from spes_p2p.errors import Damaged, RunDirInUse, UserError
 from spes_p2p.rounds.archive import archived_rounds, load_archived
 from spes_p2p.rounds.base import Base, load_base
 from spes_p2p.rounds.outer import base_size
+from spes_p2p.storage.files import require_writable
 from spes_p2p.storage.store import DirectoryStore
 
 ADDRESS_FILE = "address"
@@ -30,13 +31,14 @@ def made_run_dir(run_dir: Path, give_up: Callable[[], None] = lambda: None) -> I
     """Create the run-dir. If the block raises UserError before a campaign is stored, remove new files.
 
     If another peer has the run-dir, call `give_up` instead, and remove nothing but an empty folder.
-    Raises UserError if it cannot be created.
+    Raises UserError if it cannot be created or written to.
     """
     before = set(run_dir.iterdir()) if run_dir.is_dir() else None
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"{run_dir}: cannot be a run-dir ({error.strerror}); choose another --run-dir") from None
+    require_writable(run_dir)
     try:
         yield
     except RunDirInUse:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 
-from spes_p2p.client.connection import connect
+from spes_p2p.client.connection import Reconnection
 from spes_p2p.client.dashboard.listed import Listed, seen
 from spes_p2p.client.dashboard.listed_metrics import ListedCollector
 from spes_p2p.client.dashboard.poll import LOST_AFTER, NO_ANSWER_THERE, address_to_join
@@ -58,9 +58,10 @@ def directory_app(listed: Sequence[Listed]) -> web.Application:
 
 async def _follow(listed: Listed) -> None:
     """Look at one campaign until cancelled."""
+    again = Reconnection()
     while True:
         try:
-            async with connect(listed.addresses) as swarm:
+            async with again.connect(listed.addresses) as swarm:
                 silent_looks = 0
                 while silent_looks < LOST_AFTER:
                     statuses = await swarm.statuses()
@@ -70,6 +71,7 @@ async def _follow(listed: Listed) -> None:
                         address, answers = await address_to_join(swarm, listed.addresses, answering)
                         listed.seen = seen(statuses, address, "" if answers else NO_ANSWER_THERE)
                         listed.updated = time.time()
+                        await again.meet(swarm)
                     listed.answers, listed.problem = bool(statuses), "" if statuses else "no peer of the campaign answers"
                     await asyncio.sleep(LOOK_EVERY_S)
         except UserError as error:

@@ -10,7 +10,7 @@ from typing import Any
 
 from spes_p2p.client.alerts import NOBODY_ANSWERS, Alert, alerts, status_document
 from spes_p2p.client.chronicle import Chronicle, owners_first
-from spes_p2p.client.connection import SwarmConnection, connect
+from spes_p2p.client.connection import Reconnection, SwarmConnection
 from spes_p2p.client.dashboard.view import TIMELINE_ROUNDS, series, swarm_view
 from spes_p2p.client.proven import kept_rounds
 from spes_p2p.config.addresses import is_peer_address, peer_of
@@ -153,12 +153,12 @@ async def watch(
     `own`: the user's own peer, which is believed what no certificate covers.
     """
     tries = 0
-    history = SwarmHistory()
+    history, again = SwarmHistory(), Reconnection()
     while True:
         try:
-            async with connect(addresses, spare=spare()) as swarm:
+            async with again.connect(addresses, spare()) as swarm:
                 tries = 0
-                await _look(swarm, addresses, history, published, own)
+                await _look(swarm, again, addresses, history, published, own)
         except UserError as error:
             tries += 1
             published.lost(_still_searching(addresses, tries) if isinstance(error, NobodyAnswers) else str(error))
@@ -171,7 +171,8 @@ def _still_searching(addresses: Sequence[str], tries: int) -> str:
 
 
 async def _look(
-    swarm: SwarmConnection, addresses: Sequence[str], history: SwarmHistory, published: Published, own: str
+    swarm: SwarmConnection, again: Reconnection, addresses: Sequence[str], history: SwarmHistory, published: Published,
+    own: str,
 ) -> None:
     """Publish the state of the swarm until no peer answers any more."""
     config, silent_polls = (await swarm.files()).campaign.config, 0
@@ -185,6 +186,7 @@ async def _look(
             address, answers = await address_to_join(swarm, addresses, {status.peer_id for status in statuses})
             published.note = "" if answers else NO_ANSWER_THERE
             _publish(statuses, config, history, published, address)
+            await again.meet(swarm)
         else:
             silent_polls += 1
             published.lost("no peer of the campaign answers; retrying")
