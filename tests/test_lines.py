@@ -14,8 +14,10 @@ from hypothesis import strategies as st
 from model_shapes import tiny_campaign
 
 from spes_p2p.campaign.lines import (
-    CODECS_BY_LOSS,
+    CODECS,
     EXCHANGE_SHARE,
+    LOSS_OF_CODECS,
+    LOSS_OF_PHASE,
     LOSS_OF_TOKENS,
     SHORTEST_PHASE,
     WORTHWHILE,
@@ -23,12 +25,16 @@ from spes_p2p.campaign.lines import (
     with_codec,
 )
 from spes_p2p.campaign.planner import round_traffic
-from spes_p2p.config.campaign import ExpertsConfig, load_campaign_config
+from spes_p2p.config.campaign import CampaignConfig, ExpertsConfig, load_campaign_config
 from spes_p2p.rounds.audits import are_audited
 
 ROOT = Path(__file__).parents[1]
 STEP_S = st.floats(1e-4, 1e4)
 LINE_BITS = st.floats(1e6, 1e10)
+
+
+def with_optimizer(config: CampaignConfig, optimizer: str) -> CampaignConfig:
+    return config.model_copy(update={"training": config.training.model_copy(update={"optimizer": optimizer})})
 
 
 @given(step_s=STEP_S, line=LINE_BITS, peers=st.sampled_from([2, 4]))
@@ -42,17 +48,30 @@ def test_the_phase_is_the_shortest_whose_exchange_takes_its_share_of_the_time(st
         assert pace.exchange_seconds > EXCHANGE_SHARE * (pace.exchange_seconds + (pace.sync_steps - 1) * step_s) * (1 - 1e-9)
 
 
-@given(step_s=STEP_S, line=LINE_BITS)
-def test_codecs_of_fewer_bytes_are_for_lines_on_which_the_phase_becomes_much_shorter(step_s: float, line: float) -> None:
-    def steps(index: int) -> int:
-        traffic = round_traffic(with_codec(tiny_campaign(), CODECS_BY_LOSS[index]), 2, 4, line)
-        return max(SHORTEST_PHASE, -int(-traffic.seconds * (1 / EXCHANGE_SHARE - 1) / step_s // 1))
+@given(step_s=STEP_S, line=LINE_BITS, optimizer=st.sampled_from(sorted(LOSS_OF_CODECS)))
+@example(step_s=1e-4, line=20e6, optimizer="adamw")
+@example(step_s=1e-4, line=20e6, optimizer="muon")
+def test_codecs_of_fewer_bytes_are_for_lines_on_which_they_lower_the_loss(step_s: float, line: float, optimizer: str) -> None:
+    config = with_optimizer(tiny_campaign(), optimizer)
 
-    (pace,) = paces(tiny_campaign(), 2, 4, step_s, [line])
+    def loss(index: int) -> float:
+        traffic = round_traffic(with_codec(config, CODECS[index]), 2, 4, line)
+        steps = max(SHORTEST_PHASE, -int(-traffic.seconds * (1 / EXCHANGE_SHARE - 1) / step_s // 1))
+        cost = LOSS_OF_CODECS[optimizer][index]
+        return cost + LOSS_OF_PHASE * math.log(steps) + LOSS_OF_TOKENS * math.log(1 + traffic.seconds / (steps * step_s))
+
+    (pace,) = paces(config, 2, 4, step_s, [line])
     best = 0
-    for index in range(1, len(CODECS_BY_LOSS)):
-        best = index if steps(index) <= WORTHWHILE * steps(best) else best
-    assert pace.codec == CODECS_BY_LOSS[best]
+    for index in range(1, len(CODECS)):
+        best = index if loss(best) - loss(index) >= WORTHWHILE else best
+    assert pace.codec == CODECS[best]
+
+
+def test_with_muon_ternary_is_for_slower_lines_than_with_adamw() -> None:
+    config = load_campaign_config(ROOT / "configs/9b.yaml")
+    adamw, muon = (paces(with_optimizer(config, name), 3, 4, 22.4, [20e6, 100e6]) for name in ("adamw", "muon"))
+    assert [pace.codec.shared for pace in adamw] == ["ternary", "ternary"]
+    assert [pace.codec.shared for pace in muon] == ["int4", "int4"]
 
 
 def test_no_phase_is_longer_than_asked() -> None:

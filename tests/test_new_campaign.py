@@ -224,7 +224,7 @@ def test_long_phases_from_random_weights_have_outer_momentum_where_it_was_measur
     size: str, steps: int, momentum: float, offers: bool
 ) -> None:
     """`1b` has SPES's beta2, beside which it was not: the file offers it as a comment."""
-    pace = Pace(1e8, CodecConfig(), steps, 0, 0, 0.0, 0.0, 2, 0)
+    pace = Pace(1e8, CodecConfig(), steps, 0, 0, 0.0, 0.0, 2, 0, 0.0)
     answers = Answers(Path("c"), "c", size, (), (), 8192, 2, 1.0, pace=pace)
     text = campaign_yaml(answers, 8192, 10**9)
     outer = parse_campaign_config(yaml.safe_load(text), "c").outer
@@ -249,7 +249,7 @@ def test_existing_weights_have_no_outer_momentum() -> None:
     assert "shared_momentum" not in text
 
 
-@pytest.mark.parametrize(("line", "steps", "experts"), [("1gbit", 5, "int4"), ("1mbit", 20, "sparse64")])
+@pytest.mark.parametrize(("line", "steps", "experts"), [("10gbit", 5, "int4"), ("1mbit", 20, "sparse")])
 def test_a_line_decides_phase_and_codecs(tmp_path: Path, line: str, steps: int, experts: str) -> None:
     bits = parse_bits_per_second(line, "")
     answers = Answers(tmp_path / "c", "c", "small", (Path(WORDNET),), (), Path(TOKENIZER), 2, epochs=2000.0, line=bits)

@@ -1,8 +1,9 @@
 """How often a swarm should meet, and in which codecs, on lines of several speeds.
 
 **The rule.** The phase is the shortest whose exchange takes at most EXCHANGE_SHARE of the time, and at least SHORTEST_PHASE
-steps. Of CODECS_BY_LOSS the first is taken, and a later one where its phase is at most WORTHWHILE times as long, but not with
-several owners for each expert, who would agree on few of its values, and none that would end an open campaign's audits.
+steps. Of CODECS the first is taken, and a later one where it lowers the loss after a given time by at least WORTHWHILE
+nats, but not with several owners for each expert, who would agree on few of its values, and none that would end an open
+campaign's audits.
 
 The share follows from how the loss of a small model changes (docs/learning.md): by LOSS_OF_PHASE for each factor e in the
 tokens between rounds, and by LOSS_OF_TOKENS for each factor e in the tokens trained. With an exchange of x times a phase's
@@ -33,16 +34,17 @@ LOSS_OF_PEERS = 0.207
 EXCHANGE_SHARE = LOSS_OF_PHASE / LOSS_OF_TOKENS
 SHORTEST_PHASE = 5
 """Steps below which more rounds gained nothing."""
-CODECS_BY_LOSS = (
+CODECS = (
     CodecConfig(),
     CodecConfig(shared="int4", experts="sparse"),
     CodecConfig(shared="ternary", experts="sparse64"),
 )
-"""By bytes, descending. In the loss of a small model the second costs nothing measurable."""
-LOSS_OF_TERNARY = 0.009
-"""What the third costs a small model, relative to float32 (three seeds, plus or minus 0.017)."""
-WORTHWHILE = 0.6
-"""A phase shorter by this factor is worth 0.03 by LOSS_OF_PHASE."""
+"""By bytes, descending."""
+LOSS_OF_CODECS = {"adamw": (0.0, 0.0, 0.019), "muon": (0.0, 0.009, 0.086)}
+"""Nats that each costs over the first in rounds of 30 steps, by optimizer: the last a model of 3.9 M parameters (one of 0.7 M
+0.0 and 0.035), the others one of 0.7 M."""
+WORTHWHILE = 0.02
+"""Seeds differ by as much."""
 LINES_BITS = (20e6, 100e6, 1e9)
 DAY_S = 86400
 
@@ -62,6 +64,8 @@ class Pace:
     peers: int
     tokens: int
     """Of a phase, by one peer."""
+    loss_of_codec: float
+    """Nats that the codecs cost."""
 
     def of_steps(self, steps: int) -> Pace:
         """Return the same with another phase length."""
@@ -82,10 +86,13 @@ class Pace:
     @property
     def speedup(self) -> float:
         """How much sooner the swarm reaches a loss than one of its peers alone, by the small model's losses."""
-        gained = LOSS_OF_PEERS * math.log(self.peers) - LOSS_OF_PHASE * math.log(self.sync_steps / SHORTEST_PHASE)
-        if self.codec.shared == "ternary":
-            gained -= LOSS_OF_TERNARY
+        lost = LOSS_OF_PHASE * math.log(self.sync_steps / SHORTEST_PHASE) + self.loss_of_codec
+        gained = LOSS_OF_PEERS * math.log(self.peers) - lost
         return (1 - self.exchange_share) * math.exp(gained / LOSS_OF_TOKENS)
+
+    def lowers_loss_of(self, other: Pace) -> float:
+        """Return by how many nats the loss after a given time is lower than with another pace."""
+        return LOSS_OF_TOKENS * math.log(self.speedup / other.speedup)
 
 
 def seconds_of_a_step(config: CampaignConfig, choice: Choice, tokens_per_second: float | None) -> float:
@@ -103,8 +110,8 @@ def paces(
 
     `owned`: experts that each of the `peers` can train.
     """
-    has_audits = are_audited(with_codec(config, CODECS_BY_LOSS[0]))
-    codecs = [codec for codec in CODECS_BY_LOSS if are_audited(with_codec(config, codec)) or not has_audits]
+    has_audits = are_audited(with_codec(config, CODECS[0]))
+    codecs = [codec for codec in CODECS if are_audited(with_codec(config, codec)) or not has_audits]
     if config.experts.redundancy > 1:
         codecs = codecs[:1]
     traffics = [(codec, _bytes(config, codec, owned, peers)) for codec in codecs]
@@ -113,7 +120,7 @@ def paces(
         chosen: Pace | None = None
         for codec, moved in traffics:
             pace = _pace(config, codec, moved, peers, step_s, line)
-            if chosen is None or pace.sync_steps <= WORTHWHILE * chosen.sync_steps:
+            if chosen is None or pace.lowers_loss_of(chosen) >= WORTHWHILE:
                 chosen = pace
         assert chosen is not None
         found.append(chosen.of_steps(min(chosen.sync_steps, longest or chosen.sync_steps)))
@@ -143,4 +150,5 @@ def _pace(
     exchange = 8 * max(moved) / line
     steps = max(SHORTEST_PHASE, math.ceil(exchange * (1 / EXCHANGE_SHARE - 1) / step_s))
     tokens = steps * config.training.batch_size * config.training.sequence_length
-    return Pace(line, codec, steps, *moved, exchange, steps * step_s, peers, tokens)
+    lost = LOSS_OF_CODECS[config.training.optimizer][CODECS.index(codec)]
+    return Pace(line, codec, steps, *moved, exchange, steps * step_s, peers, tokens, lost)
