@@ -268,7 +268,7 @@ def in_the_open(kind: AttackKind | None) -> RunReport:
 
 @pytest.mark.long
 @pytest.mark.sampled(4)
-@pytest.mark.parametrize("kind", ["scale", "weight", "flip", "tarpit", "zero", "slander", "free-ride"])
+@pytest.mark.parametrize("kind", ["scale", "weight", "flip", "tarpit", "zero", "slander", "free-ride", "copy", "noise"])
 def test_in_an_open_campaign_one_attacker_of_six_costs_at_most_3_percent_of_the_loss(kind: AttackKind) -> None:
     clean, found = in_the_open(None), in_the_open(kind)
     assert found.violations == ()

@@ -319,6 +319,16 @@ def test_a_small_round_sends_what_is_planned_and_the_checks_of_reducers(tmp_path
     assert 0.9 < found["bytes_vs_plan_and_checks_ternary+sparse64"] < 1.1
 
 
+@pytest.mark.network
+def test_a_round_without_defences_is_measured_beside_one_with_them(tmp_path: Path) -> None:
+    file, command = tmp_path / "round.json", [sys.executable, str(ROOT / "tools/bench"), "round", "--rounds", "1"]
+    small = ("--megabytes", "64", "--only", "int4", "undefended", "--folder", str(tmp_path), "--json", str(file))
+    subprocess.run([*command, *small], check=True, stdout=subprocess.DEVNULL, timeout=COMMAND_TIMEOUT_S)
+    found = json.loads(file.read_text())
+    assert found["replicas_identical"]
+    assert 1 < found["defended_vs_undefended_sent_bytes"] < 1.2, "checks of reducers"
+
+
 def test_cuda_is_asked_first_for_what_matters_most() -> None:
     names = [*tool("cuda_benchmark").checks_for("cuda", small=False, rounds=9)]
     assert names[:6] == ["tests", "parity", "1b-24GiB", "7b-48GiB", "1b-8GiB", "7b-24GiB"]

@@ -257,6 +257,7 @@ def test_an_open_campaigns_page_says_whom_the_owner_vouches_for_and_how_far_the_
         scrolled, shown = await widths(page)
         assert scrolled <= shown
         await page.click(f"#peers tr[data-peer='{ids[1]}']")
+        await page.wait_for_selector("#peer > *")
         facts = await page.inner_text("#peer")
         assert "on probation: work in 4 of 10 rounds, and needs a passed audit" in facts
         assert "passed the audit of round 28: its update has cosine 0.98 with that of training its phase again" in facts

@@ -22,7 +22,7 @@ from spes_p2p.model.build import initial_state, layout_of
 from spes_p2p.observe.events import Drift, RoundMeasured
 from spes_p2p.research import probe
 from spes_p2p.research.command import results_of
-from spes_p2p.research.plots import SERIES, draw_series
+from spes_p2p.research.plots import SERIES, draw_front, draw_series, front_of
 from spes_p2p.research.queue import append_result, claim, losses_of, read_results, work
 from spes_p2p.research.report import evaluation_table, outcomes, pictured, report, share_closed, shares
 from spes_p2p.research.series import RoundSeries
@@ -440,6 +440,23 @@ def test_the_rounds_of_arms_with_several_peers_are_drawn(tmp_path: Path) -> None
     spes |= {"peers": 2, "sync_steps": 3, "series": {"round": [1, 2], **numbers}}
     draw_series("test", outcomes(made, [alone, spes], ""), tmp_path / "spes.png")
     assert (tmp_path / "spes.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_front_is_what_gains_over_all_with_fewer_bytes() -> None:
+    points = [(1.0, 6.0, "worse than alone"), (2.0, 4.8, "a"), (3.0, 4.9, "worse"), (4.0, 4.795, "no gain"), (5.0, 4.0, "b")]
+    assert front_of(points, 5.0) == [(2.0, 4.8, "a"), (5.0, 4.0, "b")]
+
+
+def test_losses_against_bytes_are_drawn_where_there_are_ends(tmp_path: Path) -> None:
+    made = experiment(
+        arm("alone", "centralised", peers=1), arm("spes", "spes", peers=2), arm("centralised", "centralised", peers=2),
+    )
+    alone, spes, centralised = (record(Run(made, each, 1e-2, 0), loss) for each, loss in zip(made.arms, (5, 4, 3), strict=True))
+    draw_front(made, outcomes(made, [alone, spes], ""), tmp_path / "no_ends.png")
+    assert not (tmp_path / "no_ends.png").exists()
+    spes |= {"peers": 2, "sent_bytes": 100}
+    draw_front(made, outcomes(made, [alone, spes, centralised], ""), tmp_path / "front.png")
+    assert (tmp_path / "front.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_experts_that_are_the_same_have_similarity_one() -> None:

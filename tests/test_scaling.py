@@ -81,6 +81,24 @@ def test_between_two_sites_a_copy_crosses_at_least_and_at_most_what_a_plan_witho
 
 
 @pytest.mark.long
+def test_simulated_peers_round_takes_hardly_longer_than_any_assignment_of_reducers_must(tmp_path: Path) -> None:
+    small = ("--predicted-peers", "4", "--predicted-mbit", "16", "8", "--predicted-megabytes", "8", "--predicted-phase", "1")
+    found = link(tmp_path, "whole", *small, "--rounds", "1")
+    assert found["replicas_identical"]
+    assert 1 < found["over_least"] < 1.15
+    assert [found[why] for why in ("left_out", "dropped_parts", "lost", "disputed")] == [0, 0, 0, 0]
+
+
+@pytest.mark.long
+def test_simulated_sites_send_each_other_little_more_than_a_copy_once_they_are_found(tmp_path: Path) -> None:
+    small = ("--region-peers", "4", "--region-megabytes", "16", "--region-mbit", "80", "16", "--rounds", "4")
+    _start, first, *_, last = link(tmp_path, "across", *small)["rounds"]
+    assert min(first["copies_to"].values()) > 3, "a copy for each of four members"
+    assert all(1 <= copies < 1.1 for copies in last["copies_to"].values())
+    assert set(last["megabytes_to"]) == {"here", "there"}
+
+
+@pytest.mark.long
 def test_with_four_times_the_peers_control_takes_less_than_half_as_many_bytes_again(tmp_path: Path) -> None:
     plot, folder = tmp_path / "growth.png", tmp_path / "empty"
     folder.mkdir()

@@ -93,7 +93,7 @@ def _run(arguments: argparse.Namespace) -> None:
 
 
 def _report(arguments: argparse.Namespace) -> None:
-    from spes_p2p.research.plots import draw, draw_series
+    from spes_p2p.research.plots import draw, draw_front, draw_series
     from spes_p2p.research.queue import read_results
     from spes_p2p.research.report import outcomes, pictured, report
     from spes_p2p.research.spec import load_experiment
@@ -110,7 +110,8 @@ def _report(arguments: argparse.Namespace) -> None:
     arguments.output.mkdir(parents=True, exist_ok=True)
     (arguments.output / f"{experiment.name}.md").write_text(text, encoding="utf-8")
     shown = pictured(experiment, found)
-    draw(experiment.name, shown, arguments.output / f"{experiment.name}.png", found)
+    draw(experiment.name, shown, arguments.output / f"{experiment.name}.png")
+    draw_front(experiment, found, arguments.output / f"{experiment.name}_front.png")
     draw_series(experiment.name, shown, arguments.output / f"{experiment.name}_rounds.png")
     print(text)
 
