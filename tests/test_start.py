@@ -292,12 +292,15 @@ def test_a_name_on_the_hub_is_downloaded_and_recorded_with_its_commit(
     ("llama", {"attention_bias": True}, "mixtral has no such layers"),
     ("qwen3", {"use_sliding_window": True, "sliding_window": 8}, "qwen3_moe has no such layers"),
     ("llama", {"model_type": "gpt2"}, "model_type = 'gpt2': cannot be upcycled; use a dense checkpoint of llama"),
+    ("llama", {"hidden_size": "wide"}, "model_type = 'llama': transformers refuses its config.json: StrictDataclass"),
+    ("qwen3", {"dtype": "floaty"}, "model_type = 'qwen3': transformers refuses its config.json: AttributeError"),
 ])
 def test_what_cannot_be_upcycled_is_refused(family: str, changes: dict[str, Any], message: str, tmp_path: Path) -> None:
     make_checkpoint(family, tmp_path)
     edit_config(tmp_path, **changes)
-    with pytest.raises(UserError, match=message):
+    with pytest.raises(UserError, match=message) as refusal:
         find_start(str(tmp_path), tmp_path, None, 4, None, None)
+    assert "\n" not in str(refusal.value)
 
 
 EXPORT = """
