@@ -180,6 +180,8 @@ def cut_short(path: Path) -> None:
     ("olmoe", lambda f: (f / "model.safetensors").unlink(), "has neither model.safetensors nor model.safetensors.index.json"),
     ("olmoe", lambda f: (f / "config.json").unlink(), "has no config.json; name a folder with config.json and safetensors"),
     ("olmoe", lambda f: (f / "config.json").write_text("no"), "config.json: not a transformers config.json"),
+    ("olmoe", lambda f: (f / "config.json").write_text('{"a":' * 10**6), "config.json: not a transformers config.json"),
+    ("olmoe", lambda f: edit_config(f, note="\ud800"), "half characters"),
     ("olmoe", lambda f: (f / "tokenizer.json").unlink(), "has no tokenizer.json; name the tokenizer of its text"),
     ("olmoe", lambda f: (f / "tokenizer.json").write_text("{}"), "not a tokenizer.json"),
     ("llama", lambda f: None, r"a dense model \(llama\); give --experts to upcycle it"),
