@@ -156,6 +156,10 @@ def drop_a_tensor(folder: Path, name: str) -> None:
     save_file({key: value for key, value in load_file(path).items() if key != name}, path)
 
 
+def write_index(folder: Path, index: dict[str, Any]) -> None:
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
 def cut_short(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-1000])
 
@@ -182,6 +186,9 @@ def cut_short(path: Path) -> None:
     ("olmoe", lambda f: (f / "config.json").write_text("no"), "config.json: not a transformers config.json"),
     ("olmoe", lambda f: (f / "config.json").write_text('{"a":' * 10**6), "config.json: not a transformers config.json"),
     ("olmoe", lambda f: edit_config(f, note="\ud800"), "half characters"),
+    ("olmoe", lambda f: write_index(f, {"weight_map": {"model.norm.weight": ""}}), "index.json: damaged; download it again"),
+    ("olmoe", lambda f: write_index(f, {"weight_map": {"model.norm.weight": None}}), "index.json: damaged; download it again"),
+    ("olmoe", lambda f: write_index(f, {"weight_map": {"a": "\ud800"}}), "index.json: damaged; download it again"),
     ("olmoe", lambda f: (f / "tokenizer.json").unlink(), "has no tokenizer.json; name the tokenizer of its text"),
     ("olmoe", lambda f: (f / "tokenizer.json").write_text("{}"), "not a tokenizer.json"),
     ("llama", lambda f: None, r"a dense model \(llama\); give --experts to upcycle it"),
