@@ -191,6 +191,7 @@ def cut_short(path: Path) -> None:
     ("olmoe", lambda f: write_index(f, {"weight_map": {"a": "\ud800"}}), "index.json: damaged; download it again"),
     ("olmoe", lambda f: (f / "tokenizer.json").unlink(), "has no tokenizer.json; name the tokenizer of its text"),
     ("olmoe", lambda f: (f / "tokenizer.json").write_text("{}"), "not a tokenizer.json"),
+    ("olmoe", lambda f: (f / "generation_config.json").write_text("[]"), "generation_config.json: not a JSON object"),
     ("llama", lambda f: None, r"a dense model \(llama\); give --experts to upcycle it"),
 ])
 def test_what_cannot_be_a_beginning_is_refused_in_one_line(family: str, harm: Any, message: str, tmp_path: Path) -> None:
