@@ -312,6 +312,7 @@ def _changed(known: dict[str, Any], now: dict[str, Any], path: str = "") -> list
 @pytest.mark.parametrize(("published", "expected"), [
     (b"\x00", "ADDRESS: does not publish a campaign; check the address"),
     (b"[]", "ADDRESS: does not publish a campaign; check the address"),
+    (b'{"config": []}', "ADDRESS: does not publish a campaign; check the address"),
     (campaign().canonical_json().replace(b'"name":', b'"schema_version":2,"name":'),
      f"ADDRESS: has schema version 2, but this version of spes_p2p ({__version__}) supports up to 1; "
      f"to upgrade, {UPGRADE}"),

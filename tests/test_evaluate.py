@@ -249,6 +249,16 @@ def test_shard_without_a_promised_tensor_is_named(damaged: Path) -> None:
         check_checkpoint(damaged)
 
 
+@pytest.mark.parametrize("index", [
+    '{"weight_map": ["lm_head.weight"]}', '{"weight_map": {"a": "model.safetensors", "b": 5}}',
+    '{"weight_map": {"a": "\\ud800"}}', '{"weight_map":' * 10**5,
+], ids=lambda index: index[:30])
+def test_an_index_that_names_no_files_is_damaged(damaged: Path, index: str) -> None:
+    (damaged / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(UserError, match=r"model\.safetensors\.index\.json: damaged; export the checkpoint again"):
+        check_checkpoint(damaged)
+
+
 def test_weights_of_a_smaller_model_are_refused(damaged: Path, tasks: Path) -> None:
     config = json.loads((damaged / "config.json").read_text())
     (damaged / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 3}))

@@ -55,6 +55,11 @@ def test_weights_are_rounded_on_request(checkpoint: Path) -> None:
     written(rounded, "The house", 3)
 
 
+def test_the_lowest_temperature_takes_the_likeliest_token(checkpoint: Path) -> None:
+    continuation = Continuation(checkpoint, "cpu")
+    assert written(continuation, "The house", 8, temperature=1e-45) == written(continuation, "The house", 8)
+
+
 def test_a_continuation_ends_with_the_context_and_a_prompt_that_fills_it_is_refused(checkpoint: Path) -> None:
     continuation = Continuation(checkpoint, "cpu")
     tokenizer, context = AutoTokenizer.from_pretrained(checkpoint), continuation._context

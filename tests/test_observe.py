@@ -209,7 +209,10 @@ def test_event_of_a_newer_version_is_left_out(tmp_path: Path) -> None:
     assert read_history(tmp_path) == [Entry(1.0, Evaluated(1, 2.0))]
 
 
-@pytest.mark.parametrize("line", [b"no json", b"[]", b"{}", b"\xff\x00", b"", b'{"time":1,"event":"Evaluated"}'])
+@pytest.mark.parametrize("line", [
+    b"no json", b"[]", b"{}", b"\xff\x00", b"", b'{"time":1,"event":"Evaluated"}', b"[" * 10**6,
+    b'{"time":1%s,"event":"Evaluated","round":1,"validation_loss":2.0}' % (b"0" * 400),
+], ids=lambda line: line[:12])
 def test_a_damaged_line_is_named_once_and_costs_only_itself(
     tmp_path: Path, line: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -130,6 +130,11 @@ def test_text_of_peers_stays_text(tmp_path: Path) -> None:
     assert page.text.count(HARM) >= 6
 
 
+def test_a_time_that_a_peer_does_not_tell_is_left_open(tmp_path: Path) -> None:
+    first, *others = synthetic_swarm(2, 4, 3).records
+    assert "- to 20" in page_of(run_dir(tmp_path, [replace(first, time=math.nan), *others]))
+
+
 def test_a_report_shows_what_the_model_wrote_in_the_first_the_last_and_some_rounds_between(tmp_path: Path) -> None:
     records = [replace(record, continuations=(f" wrote {record.round}.", HARM) if record.round else ())
                for record in synthetic_swarm(2, 4, 60).records]

@@ -156,6 +156,10 @@ def drop_a_tensor(folder: Path, name: str) -> None:
     save_file({key: value for key, value in load_file(path).items() if key != name}, path)
 
 
+def write_index(folder: Path, index: dict[str, Any]) -> None:
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
 def cut_short(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-1000])
 
@@ -180,8 +184,14 @@ def cut_short(path: Path) -> None:
     ("olmoe", lambda f: (f / "model.safetensors").unlink(), "has neither model.safetensors nor model.safetensors.index.json"),
     ("olmoe", lambda f: (f / "config.json").unlink(), "has no config.json; name a folder with config.json and safetensors"),
     ("olmoe", lambda f: (f / "config.json").write_text("no"), "config.json: not a transformers config.json"),
+    ("olmoe", lambda f: (f / "config.json").write_text('{"a":' * 10**6), "config.json: not a transformers config.json"),
+    ("olmoe", lambda f: edit_config(f, note="\ud800"), "half characters"),
+    ("olmoe", lambda f: write_index(f, {"weight_map": {"model.norm.weight": ""}}), "index.json: damaged; download it again"),
+    ("olmoe", lambda f: write_index(f, {"weight_map": {"model.norm.weight": None}}), "index.json: damaged; download it again"),
+    ("olmoe", lambda f: write_index(f, {"weight_map": {"a": "\ud800"}}), "index.json: damaged; download it again"),
     ("olmoe", lambda f: (f / "tokenizer.json").unlink(), "has no tokenizer.json; name the tokenizer of its text"),
     ("olmoe", lambda f: (f / "tokenizer.json").write_text("{}"), "not a tokenizer.json"),
+    ("olmoe", lambda f: (f / "generation_config.json").write_text("[]"), "generation_config.json: not a JSON object"),
     ("llama", lambda f: None, r"a dense model \(llama\); give --experts to upcycle it"),
 ])
 def test_what_cannot_be_a_beginning_is_refused_in_one_line(family: str, harm: Any, message: str, tmp_path: Path) -> None:
@@ -292,12 +302,15 @@ def test_a_name_on_the_hub_is_downloaded_and_recorded_with_its_commit(
     ("llama", {"attention_bias": True}, "mixtral has no such layers"),
     ("qwen3", {"use_sliding_window": True, "sliding_window": 8}, "qwen3_moe has no such layers"),
     ("llama", {"model_type": "gpt2"}, "model_type = 'gpt2': cannot be upcycled; use a dense checkpoint of llama"),
+    ("llama", {"hidden_size": "wide"}, "model_type = 'llama': transformers refuses its config.json: StrictDataclass"),
+    ("qwen3", {"dtype": "floaty"}, "model_type = 'qwen3': transformers refuses its config.json: AttributeError"),
 ])
 def test_what_cannot_be_upcycled_is_refused(family: str, changes: dict[str, Any], message: str, tmp_path: Path) -> None:
     make_checkpoint(family, tmp_path)
     edit_config(tmp_path, **changes)
-    with pytest.raises(UserError, match=message):
+    with pytest.raises(UserError, match=message) as refusal:
         find_start(str(tmp_path), tmp_path, None, 4, None, None)
+    assert "\n" not in str(refusal.value)
 
 
 EXPORT = """

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from spes_p2p.campaign.files import TOKENIZER_FILE, CampaignFiles
-from spes_p2p.campaign.start_files import GENERATION_CONFIG, START_FILES, TOKENIZER_CONFIG
+from spes_p2p.campaign.start_files import GENERATION_CONFIG, START_FILES, TOKENIZER_CONFIG, read_start_files
 from spes_p2p.config.model import CONFIG_JSON, NUM_EXPERTS, ModelSection, TransformersModel
 from spes_p2p.config.problems import validated
 from spes_p2p.data.tokenizers import END_OF_TEXT, load_tokenizer
@@ -73,12 +73,15 @@ def find_start(
     if tokenizer is None and not (found / TOKENIZER_FILE).is_file():
         raise UserError(f"{checkpoint}: has no {TOKENIZER_FILE}; name the tokenizer of its text with --tokenizer")
     tokenizer = tokenizer or found / TOKENIZER_FILE
-    beside = [found / name if name == GENERATION_CONFIG else tokenizer.with_name(name) for name in START_FILES]
+    folders = {name: found if name == GENERATION_CONFIG else tokenizer.parent for name in START_FILES}
+    beside = {name: place / name for name, place in folders.items() if (place / name).is_file()}
+    for name, path in beside.items():
+        read_start_files(path.parent, (name,))
     return Start(
         _recorded(checkpoint, found, folder), model, content, tokenizer,
         _eos_token(config, found / CONFIG_JSON, tokenizer),
         None if has_experts else upcycle or "copy",
-        tuple(path for path in beside if path.is_file()),
+        tuple(beside.values()),
     )
 
 

@@ -83,6 +83,8 @@ def check_checkpoint(model_dir: Path) -> None:
         _read_json(model_dir / name)
     index, single = model_dir / "model.safetensors.index.json", "model.safetensors"
     tensor_files = _read_json(index).get("weight_map", {}) if index.exists() else {}
+    if not isinstance(tensor_files, dict) or not all(isinstance(f, str) and f.isprintable() for f in tensor_files.values()):
+        raise UserError(f"{index}: damaged; export the checkpoint again")
     for shard in sorted(set(tensor_files.values()) or {single}):
         expected = {name for name, file in tensor_files.items() if file == shard}
         try:
@@ -100,7 +102,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         content = json.loads(path.read_bytes())
     except OSError as error:
         raise UserError(f"{path}: missing or unreadable ({error.strerror}); export the checkpoint again") from None
-    except ValueError:
+    except (ValueError, RecursionError):
         content = None
     if not isinstance(content, dict):
         raise UserError(f"{path}: damaged; export the checkpoint again")

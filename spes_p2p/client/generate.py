@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 LOOK_EVERY_S = 15.0
 """Pause between two looks for a newer base."""
+LOWEST_TEMPERATURE = 1e-6
+"""Below it the likeliest token is taken as at 0: logits divided by it could overflow."""
 Fetch = Callable[[int], Coroutine[Any, Any, Exportable]]
 """Returns the newest base after a round. Raises UserError if there is none."""
 Newer = Callable[[], tuple[int, "Continuation"] | None]
@@ -51,7 +53,9 @@ class Continuation:
         room = self._context - ids.shape[1]
         if ids.shape[1] == 0 or room < 1:
             raise UserError(f"the prompt has {ids.shape[1]} tokens; give 1 to {self._context - 1}")
-        sampling: dict[str, Any] = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
+        sampling: dict[str, Any] = {"do_sample": False}
+        if temperature >= LOWEST_TEMPERATURE:
+            sampling = {"do_sample": True, "temperature": temperature}
         pieces: list[str] = []
 
         def take(piece: str) -> None:

@@ -33,7 +33,7 @@ from spes_p2p.errors import UserError
 from spes_p2p.messages.presence import RoundRecord
 from spes_p2p.observe.events import Controlled, Event, RoundCommitted, TasksEvaluated
 from spes_p2p.observe.history import HISTORY_FILE, read_rounds
-from spes_p2p.observe.units import counted, human_bytes, human_count, human_loss, human_scores, human_seconds
+from spes_p2p.observe.units import UNKNOWN, counted, human_bytes, human_count, human_loss, human_scores, human_seconds
 from spes_p2p.session.run_dir import shown_address
 
 Row = Sequence[str]
@@ -202,6 +202,9 @@ def _cell(text: str) -> str:
 
 
 def _day(at: float) -> str:
+    """Return a Unix time for people; a peer may not have told it."""
+    if not math.isfinite(at):
+        return UNKNOWN
     return time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(at))
 
 

@@ -470,7 +470,7 @@ def parse_campaign(published: bytes, where: str) -> Campaign:
     try:
         campaign = json.loads(published)
         _check_schema(campaign["config"], where)
-    except (ValueError, KeyError, TypeError, RecursionError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise UserError(f"{where}: does not publish a campaign; check the address") from None
     try:
         return validated(Campaign, campaign, lambda location: "")

@@ -153,9 +153,9 @@ class TransformersModel(_Common):
             if name.lstrip("_").startswith(PEERS_CHOICE):
                 raise broken_rule("is each peer's own choice; remove it", name, config[name])
         try:
-            json.dumps(config, allow_nan=False)
+            json.dumps(config, allow_nan=False, ensure_ascii=False).encode()
         except ValueError:
-            raise broken_rule("must be plain JSON, without infinite numbers") from None
+            raise broken_rule("must be plain JSON, without infinite numbers or half characters") from None
         return config
 
     def __hash__(self) -> int:
@@ -221,7 +221,7 @@ def read_config_json(path: Path, where: str = "") -> dict[str, Any]:
         config = json.loads(path.read_bytes())
     except OSError as error:
         raise UserError(f"{where}{path}: cannot be read ({error.strerror}); name a transformers config.json") from None
-    except ValueError:
+    except (ValueError, RecursionError):
         config = None
     if not isinstance(config, dict):
         raise UserError(f"{where}{path}: not a transformers config.json; copy it again from the checkpoint")

@@ -55,7 +55,7 @@ def transformers_config(model: ModelSection) -> PreTrainedConfig:
     try:
         return CONFIG_MAPPING[family].from_dict(model.config_json)
     except Exception as error:  # families and the validation library raise their own types
-        raise _refused(model, error) from None
+        raise refused(model.architecture, error) from None
     finally:
         transformers.logging.set_verbosity(verbosity)
 
@@ -72,7 +72,7 @@ def empty_model(model: ModelSection) -> PreTrainedModel:
             warnings.filterwarnings("ignore", "Initializing zero-element tensors")  # `check_family` refuses them
             empty: PreTrainedModel = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config)
     except Exception as error:  # families raise their own types
-        raise _refused(model, error) from None
+        raise refused(model.architecture, error) from None
     for module in empty.modules():
         for name, buffer in list(module.named_buffers(recurse=False)):
             if name not in module._non_persistent_buffers_set and buffer.is_floating_point():
@@ -81,9 +81,10 @@ def empty_model(model: ModelSection) -> PreTrainedModel:
     return empty
 
 
-def _refused(model: ModelSection, error: Exception) -> UserError:
+def refused(family: str, error: Exception) -> UserError:
+    """Return the error for a `config.json` that transformers does not take."""
     reason = " ".join(f"{type(error).__name__}: {error}".split())
-    return UserError(f"model_type = {model.architecture!r}: transformers refuses its config.json: {reason}")
+    return UserError(f"model_type = {family!r}: transformers refuses its config.json: {reason}")
 
 
 @lru_cache(maxsize=8)
@@ -163,7 +164,7 @@ def initial_state(config: ModelSection, out: State | None = None) -> State:
                 if any(parameter.isnan().any() for parameter in module.parameters(recurse=False)):  # its parent gives it values
                     model._init_weights(model.get_submodule(prefix.rpartition(".")[0]))
             except (RuntimeError, ValueError) as error:
-                raise _refused(config, error) from None
+                raise refused(config.architecture, error) from None
             if any(parameter.isinf().any() for parameter in module.parameters(recurse=False)):
                 raise UserError(f"model_type = {config.architecture!r}: transformers gives {prefix} infinite initial values; "
                                 "lower initializer_range")

@@ -21,7 +21,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from spes_p2p.config.model import ModelSection
 from spes_p2p.errors import UserError
-from spes_p2p.model.build import State, layout_of, transformers_config
+from spes_p2p.model.build import State, layout_of, refused, transformers_config
 from spes_p2p.model.checkpoint import Checkpoint
 from spes_p2p.model.file_format import FileTensor, Piece
 from spes_p2p.model.layout import Layout, Placed
@@ -49,7 +49,10 @@ def upcycled_config(dense: dict[str, Any], num_experts: int, top_k: int) -> dict
     family = str(dense.get("model_type"))
     if family not in FAMILIES:
         raise UserError(f"model_type = {family!r}: cannot be upcycled; use a dense checkpoint of {', '.join(FAMILIES)}")
-    known = CONFIG_MAPPING[family].from_dict(dense).to_dict()
+    try:
+        known = CONFIG_MAPPING[family].from_dict(dense).to_dict()
+    except Exception as error:  # families and the validation library raise their own types
+        raise refused(family, error) from None
     target = FAMILIES[family]
     fields = {*CONFIG_MAPPING[target]().to_dict(), "head_dim"}
     for name in NOT_CARRIED_OVER:

@@ -22,7 +22,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import IO, Any, NamedTuple, cast
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import TypeAdapter
 
 from spes_p2p.errors import UserError
 from spes_p2p.messages.presence import RoundRecord
@@ -201,7 +201,7 @@ def _entries(file: Path, lines: Iterable[bytes]) -> Iterator[tuple[float, Event 
             found = _from_json(json.loads(line))
             if found["event"] in _KINDS:
                 yield float(found["time"]), _KINDS[found["event"]].validate_python(found)
-        except (ValueError, KeyError, TypeError, AttributeError, ValidationError):
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
             damaged.append(number)
     if damaged:
         _say(f"{file}: {counted(len(damaged), 'damaged line')} skipped, the first is line {damaged[0]}")
