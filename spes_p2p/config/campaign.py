@@ -375,9 +375,9 @@ class PeerConfig(Section):
     optimizer: Literal["auto", "adamw", "adamw8bit"] = Field(
         "auto", description="Moments in float32, or in 8 bits (needs torchao).")
     compile: Literal["auto", "off"] = Field(
-        "auto", description="Compile the layers outside the experts, and attention between masked documents (FlexAttention). "
-        "auto: on a GPU, each where a trial before the first step agrees with the uncompiled form and is faster; not where "
-        "devices divide the layers.")
+        "auto", description="Compile the layers outside the experts, and attention between masked documents (FlexAttention); "
+        "use FlashAttention where it is installed. auto: on a GPU, each where a trial before the first step agrees with the "
+        "form without it and is faster; not where devices divide the layers.")
     activation_checkpointing: bool | None = Field(
         None, description="Recompute activations in the backward pass: less memory, about a third more time. Default: as auto.")
     sharding: bool | None = Field(
