@@ -403,7 +403,9 @@ def test_sharding_needs_several_devices_and_recomputes_activations() -> None:
     assert not resources_on(card(8, ranks=2), settings(devices="all"), config).options.sharded
 
 
-@pytest.mark.parametrize(("batch", "ranks", "advice"), [(4, 3, "1, 2"), (16, 5, "1, 2, 4"), (1, 2, "1")])
+@pytest.mark.parametrize(("batch", "ranks", "advice"), [
+    (4, 3, "1, 2"), (16, 5, "1, 2, 4"), (1, 2, "1"), (4, 10**12, "1, 2, 4"),
+])
 def test_devices_that_cannot_divide_a_batch_are_refused_in_one_line(batch: int, ranks: int, advice: str) -> None:
     config = tiny_campaign(training=tiny_training(batch_size=batch))
     with pytest.raises(UserError) as caught:

@@ -116,7 +116,7 @@ def check_ranks(config: CampaignConfig, ranks: int, option: str) -> None:
     """Raise UserError, which begins with the option that names this many devices, unless they can divide a batch equally."""
     batch = config.training.batch_size
     if batch % ranks:
-        possible = ", ".join(str(number) for number in range(1, ranks) if batch % number == 0)
+        possible = ", ".join(str(number) for number in range(1, min(ranks, batch + 1)) if batch % number == 0)
         raise UserError(f"{option}: {ranks} devices cannot divide a batch of {batch} samples (training.batch_size) equally; "
                         f"give this many: {possible}")
 
