@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from model_shapes import tiny_campaign
 
 from spes_p2p.campaign.lines import (
-    CODECS,
+    CODECS_BY_BYTES,
     EXCHANGE_SHARE,
     LOSS_OF_CODECS,
     LOSS_OF_PHASE,
@@ -55,16 +55,16 @@ def test_codecs_of_fewer_bytes_are_for_lines_on_which_they_lower_the_loss(step_s
     config = with_optimizer(tiny_campaign(), optimizer)
 
     def loss(index: int) -> float:
-        traffic = round_traffic(with_codec(config, CODECS[index]), 2, 4, line)
+        traffic = round_traffic(with_codec(config, CODECS_BY_BYTES[index]), 2, 4, line)
         steps = max(SHORTEST_PHASE, -int(-traffic.seconds * (1 / EXCHANGE_SHARE - 1) / step_s // 1))
         cost = LOSS_OF_CODECS[optimizer][index]
         return cost + LOSS_OF_PHASE * math.log(steps) + LOSS_OF_TOKENS * math.log(1 + traffic.seconds / (steps * step_s))
 
     (pace,) = paces(config, 2, 4, step_s, [line])
     best = 0
-    for index in range(1, len(CODECS)):
+    for index in range(1, len(CODECS_BY_BYTES)):
         best = index if loss(best) - loss(index) >= WORTHWHILE else best
-    assert pace.codec == CODECS[best]
+    assert pace.codec == CODECS_BY_BYTES[best]
 
 
 def test_with_muon_ternary_is_for_slower_lines_than_with_adamw() -> None:

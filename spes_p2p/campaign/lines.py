@@ -1,7 +1,7 @@
 """How often a swarm should meet, and in which codecs, on lines of several speeds.
 
 **The rule.** The phase is the shortest whose exchange takes at most EXCHANGE_SHARE of the time, and at least SHORTEST_PHASE
-steps. Of CODECS the first is taken, and a later one where it lowers the loss after a given time by at least WORTHWHILE
+steps. Of CODECS_BY_BYTES the first is taken, and a later one where it lowers the loss after a given time by at least WORTHWHILE
 nats, but not with several owners for each expert, who would agree on few of its values, and none that would end an open
 campaign's audits.
 
@@ -34,15 +34,15 @@ LOSS_OF_PEERS = 0.207
 EXCHANGE_SHARE = LOSS_OF_PHASE / LOSS_OF_TOKENS
 SHORTEST_PHASE = 5
 """Steps below which more rounds gained nothing."""
-CODECS = (
+CODECS_BY_BYTES = (
     CodecConfig(),
     CodecConfig(shared="int4", experts="sparse"),
     CodecConfig(shared="ternary", experts="sparse64"),
 )
-"""By bytes, descending."""
+"""Those of most bytes first."""
 LOSS_OF_CODECS = {"adamw": (0.0, 0.0, 0.019), "muon": (0.0, 0.009, 0.086)}
-"""Nats that each costs over the first in rounds of 30 steps, by optimizer: the last a model of 3.9 M parameters (one of 0.7 M
-0.0 and 0.035), the others one of 0.7 M."""
+"""Nats that each costs over the first in rounds of 30 steps, by optimizer. The last was measured with 3.9 M parameters
+(with 0.7 M it costs 0.0 and 0.035), the second with 0.7 M."""
 WORTHWHILE = 0.02
 """Seeds differ by as much."""
 LINES_BITS = (20e6, 100e6, 1e9)
@@ -110,8 +110,8 @@ def paces(
 
     `owned`: experts that each of the `peers` can train.
     """
-    has_audits = are_audited(with_codec(config, CODECS[0]))
-    codecs = [codec for codec in CODECS if are_audited(with_codec(config, codec)) or not has_audits]
+    has_audits = are_audited(with_codec(config, CODECS_BY_BYTES[0]))
+    codecs = [codec for codec in CODECS_BY_BYTES if are_audited(with_codec(config, codec)) or not has_audits]
     if config.experts.redundancy > 1:
         codecs = codecs[:1]
     traffics = [(codec, _bytes(config, codec, owned, peers)) for codec in codecs]
@@ -150,5 +150,5 @@ def _pace(
     exchange = 8 * max(moved) / line
     steps = max(SHORTEST_PHASE, math.ceil(exchange * (1 / EXCHANGE_SHARE - 1) / step_s))
     tokens = steps * config.training.batch_size * config.training.sequence_length
-    lost = LOSS_OF_CODECS[config.training.optimizer][CODECS.index(codec)]
+    lost = LOSS_OF_CODECS[config.training.optimizer][CODECS_BY_BYTES.index(codec)]
     return Pace(line, codec, steps, *moved, exchange, steps * step_s, peers, tokens, lost)

@@ -80,8 +80,8 @@ class Checkpoint:
         try:
             places: dict[str, str] = dict(json.loads(index.read_bytes())["weight_map"])
         except (OSError, ValueError, KeyError, TypeError, RecursionError):
-            places = {"": ""}
-        if not all(isinstance(file, str) and file and file.isprintable() for file in places.values()):
+            places = {}
+        if not places or not all(isinstance(file, str) and file and file.isprintable() for file in places.values()):
             raise UserError(f"{index}: damaged; download it again")
         return places
 
